@@ -2,14 +2,14 @@
 
     sglang-fair bench queue [--quick] [--json FILE]
 
-Everything runs in one process and one thread, on the pure code of `router.queues`.
+Everything runs in one process and one thread, on the pure code of `router.placement.qlm`.
 
 * plan_s: CPU time of one plan (`plan`, with the search) for groups of four models of which about half cannot be in
   time, so that the search goes on until its work is over. `late_s` and `edf_late_s` are the lateness of tier 0 in the
   plan and in EDF with the same groups: what the time buys.
 * arrive_us: a request gets its tier and its group. pull_us: a worker gets its next request, and a few come into another
   tier because of that. end_us: it is over. All CPU times, with `--requests` of four models and a hundred clients
-  waiting, of prompts of which ten each share a prefix; the garbage collector is set as in the router's own process.
+  waiting; the garbage collector is set as in the router's own process.
 * bytes_per_request: how much Python allocates for one that waits, its tag and its place included.
 """
 
@@ -26,15 +26,12 @@ from random import Random
 from typing import Annotated, Any, TypeVar
 
 from router.collector import collect_young_only
-from router.queues.edf import edf
-from router.queues.estimate import Estimator
-from router.queues.groups import Groups
-from router.queues.line import Queued
-from router.queues.plan import plan
-from router.queues.problem import Demand, Problem, Queue, worth
+from router.placement.qlm.estimate import Estimator
+from router.placement.qlm.groups import Entry, Groups
+from router.placement.qlm.plan import plan
+from router.placement.qlm.problem import Demand, Problem, Queue, edf, worth
+from router.placement.qlm.queues import VirtualQueues, Worker
 from router.queues.shares import Shares
-from router.queues.virtual import VirtualQueues
-from router.queues.worker import Worker
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.bench.router import quantile
 from sglang_fair.common.provenance import machine
@@ -45,8 +42,6 @@ SIZES = ((40, 8), (400, 50))
 """Groups and queues."""
 MODELS = ("m0", "m1", "m2", "m3")
 CLIENTS = 100
-SHARING = 10
-"""Requests with the same prefix."""
 WORKERS = 50
 BATCH, DELTA = 250, 4.0
 KV_TOKENS = 60_000
@@ -118,7 +113,7 @@ def measure_plan(groups: int, queues: int, seed: int) -> PlanTimes:
         queues,
         round(ended - between, 3),
         round(between - began, 4),
-        round(planned.worth.late_s, 1),
+        round(planned.late_s, 1),
         round(worth(problem, orders).late_s, 1),
     )
 
@@ -136,13 +131,13 @@ class Site:
             loaded = MODELS[number % len(MODELS)]
             self.queues.worker_up(Worker(f"w{number}", loaded, KV_TOKENS, swap_s=swap_s))
 
-    def request(self) -> Queued:
+    def request(self) -> Entry:
         """The next one."""
         self._count += 1
         rng, at_s = self._rng, self._count / 100
-        tokens, prefix = rng.randrange(20, 2_000), self._count // SHARING
+        tokens = rng.randrange(20, 2_000)
         client, model = f"client-{rng.randrange(CLIENTS)}", rng.choice(MODELS)
-        return Queued(
+        return Entry(
             f"{self._count:032x}",
             client,
             model,
@@ -152,11 +147,9 @@ class Site:
             at_s,
             at_s + 3_600,
             9e4,
-            prefix,
-            tokens // 2,
         )
 
-    def arrive(self, request: Queued) -> None:
+    def arrive(self, request: Entry) -> None:
         tier = self.shares.arrive(
             request.id,
             request.client,
@@ -168,7 +161,7 @@ class Site:
         self.queues.groups.add(request, tier)
         self.queues.settle()
 
-    def pull(self, worker: str) -> Queued | None:
+    def pull(self, worker: str) -> Entry | None:
         request = self.queues.pull(worker)
         if request is not None:
             self.shares.go(request.id)
@@ -176,7 +169,7 @@ class Site:
                 self.queues.judge(name, tier)
         return request
 
-    def end(self, request: Queued) -> None:
+    def end(self, request: Entry) -> None:
         self.shares.end(request.id, request.prompt_tokens, request.expected_output_tokens)
         self.queues.ended(request.id)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.queues.edf import edf
-from router.queues.problem import worth
+from router.placement.qlm.problem import edf, worth
 from sglang_fair.bench.queue import SIZES, Site, a_problem
 from sglang_fair.cli import BENCHES
 

@@ -1,4 +1,4 @@
-"""Placement qlm and swaps together: two models on one worker are served in turn, whatever a planner says."""
+"""Placement qlm and swaps together: two models on one worker are served in turn, whatever a plan says."""
 
 import heapq
 from collections.abc import Callable
@@ -152,13 +152,13 @@ def test_requests_for_both_that_keep_coming_are_served_in_turn(options: dict[str
 
 
 @pytest.mark.parametrize("workers", [["r0"], ["r0", "r1"]])
-def test_a_planner_that_always_wants_another_model_starves_nobody(workers: list[str]) -> None:
+def test_a_plan_that_always_wants_another_model_starves_nobody(workers: list[str]) -> None:
     """Whatever is loaded or being loaded, its plans put the groups of all other models first."""
     site = Site(workers)
 
     def meddle() -> None:
         queues = site.placement.queues
-        by_number = queues.groups.by_number()
+        by_number = queues.groups.by_number
         orders = {
             name: tuple(sorted(order, key=lambda one: by_number[one].kind.model == site.loaded[name]))
             for name, order in queues.orders().items()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import permutations, product
 from random import Random
 
-from router.queues.problem import Demand, Orders, Problem, Queue, Worth, can_serve, worth
+from router.placement.qlm.problem import Demand, Orders, Problem, Queue, Worth, can_serve, worth
 
 
 def a_problem(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from router.queues.estimate import Ahead, Estimator, r2
+from router.placement.qlm.estimate import Ahead, Estimator, r2
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.sim.cost_model import kv_tokens, make_cost_model
@@ -147,7 +147,7 @@ def _measure(learnt: _Queue, made: _Queue) -> Mapping[str, Json]:
         pairs.append((said.mean_s, wait_s))
         plain.append((literal.wait("w", "m", ahead).mean_s, wait_s))
         if place < short:
-            ends_s = literal.wait("w", "m", ahead).mean_s + literal.tail_s("w", "m", one.prompt_tokens)
+            ends_s = literal.wait("w", "m", ahead).mean_s + literal.pace("w", "m").tail_s
             over.append(ends_s >= made.ended_s[one.id])
         ahead = Ahead(
             ahead.prompt_tokens + one.prompt_tokens,

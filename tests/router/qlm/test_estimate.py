@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.queues.estimate import ENOUGH, Ahead, Estimator, Outputs, Rates, r2
+from router.placement.qlm.estimate import ENOUGH, Ahead, Estimator, Outputs, Rates, r2
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.sim.cost_model import kv_tokens, make_cost_model
@@ -150,7 +150,7 @@ def test_qlm_p3_short_queues_are_not_under_estimated(machine: str, requests: int
             wait = estimator.wait("w", "m", ahead, made.pool_tokens, own)
             if not literal and ahead.prompt_tokens + ahead.output_tokens + own <= made.pool_tokens:
                 assert wait == (0.0, 0.0)
-            over += wait.likely_s + estimator.tail_s("w", "m", 161) >= end_s
+            over += wait.likely_s + estimator.pace("w", "m").tail_s >= end_s
         assert over >= least * requests
 
 
@@ -229,7 +229,8 @@ def test_a_worker_starts_where_the_model_was_measured_last() -> None:
     assert estimator.rates("w", "other").output_s == estimator.output_s
     estimator.forget("v")
     assert estimator.rates("v", "m").output_s == pytest.approx(1e-4, rel=0.02)
-    assert estimator.drain_s("w", "m", 1_000, 1_000) == pytest.approx(0.12, rel=0.02)
+    pace = estimator.pace("w", "m")
+    assert 1_000 * (pace.prompt_s + pace.output_s) == pytest.approx(0.12, rel=0.02)
 
 
 def test_a_change_of_speed_is_followed() -> None:
@@ -257,12 +258,12 @@ def test_a_wait_counts_what_does_not_fit_and_allows_for_chance() -> None:
 
 def test_a_tail_is_the_99th_percentile_of_outputs_and_the_longest_until_it_is_known() -> None:
     estimator = Estimator(token_s=0.02)
-    assert estimator.tail_s("w", "m") == pytest.approx(2_048 * 0.02)
+    assert estimator.pace("w", "m").tail_s == pytest.approx(2_048 * 0.02)
     rng = Random(1)
     for _ in range(3_000):
         estimator.learn_answer("w", "m", 2_000 if rng.random() < 0.005 else rng.randrange(1, 400), 0.02)
-    assert 400 * 0.02 <= estimator.tail_s("w", "m") <= 480 * 0.02
-    assert Estimator(token_s=0.02, literal=True).tail_s("w", "m") == pytest.approx(2_048 * 0.02)
+    assert 400 * 0.02 <= estimator.pace("w", "m").tail_s <= 480 * 0.02
+    assert Estimator(token_s=0.02, literal=True).pace("w", "m").tail_s == pytest.approx(2_048 * 0.02)
 
 
 @given(st.lists(st.integers(1, 5_000), min_size=ENOUGH, max_size=300), st.sampled_from([0.5, 0.9, 0.99]))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from router.placement.contract import Ended, Request
 from router.placement.qlm import Qlm
+from router.placement.qlm.problem import Answer
 from router.radix import Match
 from sglang_fair.common.deadlines import Promise
 from tests.support.budget import examples
@@ -74,7 +75,7 @@ def test_each_request_leaves_once_and_sending_again_gains_nothing(seed: int) -> 
             outcome = rng.choice(["ok", "ok", "failed", "aborted"])
             qlm.done(ended_of(request, worker, rng.randrange(500), outcome), now_s)
         elif step < 0.95:
-            qlm.answer(rng.randrange(3), {"v": rng.sample(range(40), 20), "z": [1]}, now_s)
+            qlm.answer(rng.randrange(3), Answer({"v": rng.sample(range(40), 20), "z": [1]}), now_s)
         else:
             qlm.question(now_s)
         while (found := qlm.next(taking, lambda _: Match(), lambda *_: True, now_s)) is not None:
@@ -82,10 +83,9 @@ def test_each_request_leaves_once_and_sending_again_gains_nothing(seed: int) -> 
             assert waiting.pop(request.id) is request
             assert worker not in request.exclude
             leaves(request, worker, now_s)
-        counts = qlm.queues.groups.waiting
-        assert sum(counts.values()) == len(waiting)
+        assert sum(map(len, qlm.queues.groups)) == len(waiting)
         for worker in views:
-            own = qlm.queues.of(worker)
+            own = qlm.queues.workers[worker]
             mine = [request for request in waiting.values() if worker not in request.exclude]
             tiers = {qlm.queues.groups.of(request.id).kind.tier for request in mine}  # type: ignore[union-attr]
             assert not (own.has_room(0) and 0 in tiers)
@@ -95,7 +95,7 @@ def test_each_request_leaves_once_and_sending_again_gains_nothing(seed: int) -> 
     for request in waiting.values():
         qlm.give_up(request)
     assert (len(qlm.queues.groups), len(qlm.shares)) == (0, 0)
-    assert all(qlm.queues.of(worker).in_flight_tokens == 0 for worker in views)
+    assert all(qlm.queues.workers[worker].in_flight_tokens == 0 for worker in views)
 
 
 def ended_of(request: Request, worker: str, output: int, outcome: str):
@@ -120,6 +120,6 @@ def test_only_shares_let_a_client_with_little_go_beyond_the_window(tiers: bool, 
         arrives(f"f{number}", "flood", 1.0)
     while (found := qlm.next(views, lambda _: Match(), lambda *_: True, 0.0)) is not None:
         qlm.placed(*found, Match(), 0.0)
-    assert qlm.queues.of("w0").held_tokens >= 20_000
+    assert qlm.queues.workers["w0"].held_tokens >= 20_000
     arrives("chat", "light", 60.0)
-    assert ("chat" in qlm.queues.of("w0").in_flight) == goes
+    assert ("chat" in qlm.queues.workers["w0"].in_flight) == goes

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from math import isfinite
 
-from router.queues.group import Group
-from router.queues.problem import Slot
-from router.queues.virtual import VirtualQueues
+from router.placement.qlm.groups import Group
+from router.placement.qlm.problem import Slot
+from router.placement.qlm.queues import VirtualQueues
 
 _Sort = tuple[str, str, int]
 """Model, class and tier."""
@@ -31,7 +31,7 @@ def report(queues: VirtualQueues, now_s: float) -> dict[str, object]:
     for name in queues.orders():
         slots = queues.slots(name, now_s)
         for slot in slots:
-            group = queues.groups.by_number()[slot.demand.number]
+            group = queues.groups.by_number[slot.demand.number]
             if slot.late_s > 0:
                 late[_sort(group)] += len(group)
         workers[name] = _worker(queues, name, slots)
@@ -78,7 +78,7 @@ def standing(
         return found
     slots = queues.slots(worker, now_s)
     at = next((at for at, slot in enumerate(slots) if slot.demand.number == group.number), 0)
-    before = [queues.groups.by_number()[slot.demand.number] for slot in slots[:at]]
+    before = [queues.groups.by_number[slot.demand.number] for slot in slots[:at]]
     wait = queues.wait(request_id, now_s)
     return found | {
         "groups_before": len(before),
@@ -95,12 +95,12 @@ def _sort(group: Group) -> _Sort:
 
 
 def _class_of(group: Group) -> str:
-    """Without what tells apart those of one class that were promised unlike times (`placement.qlm`)."""
+    """Without what tells apart those of one class that were promised unlike times."""
     return LATE if group.kind.late else group.kind.slo_class.partition("~")[0]
 
 
 def _worker(queues: VirtualQueues, name: str, slots: list[Slot]) -> dict[str, object]:
-    worker, groups = queues.of(name), queues.groups.by_number()
+    worker, groups = queues.workers[name], queues.groups.by_number
     return {
         "loaded": worker.loaded,
         "wanted": queues.wanted(name),

@@ -1,4 +1,4 @@
-"""What the planner decides: in which order each worker serves the groups, and what an order is worth.
+"""What is planned: in which order each worker serves the groups, and what an order is worth.
 
 The model is that of QLM (Equations 6-13), corrected. For a queue of groups i at worker g, in order:
 
@@ -13,11 +13,13 @@ with drain W (`Demand.drain_s`): how long until those behind it begin; tail C - 
 writes; slack: until the earliest deadline of its requests. A group that has begun stays at its worker. No group of tier
 1 that has not begun stands before one of tier 0.
 
-`worth` is this definition written out. `search` and `milp` compute the same in other ways.
+`worth` is this definition written out. `search` and `milp` compute the same in other ways. `edf` is the order until a
+plan comes, and where the search starts: earliest deadline first by tier, the loaded model first while slack allows, so
+a deadline of an hour does not cause a swap now. O(groups · queues).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from typing import Literal, NamedTuple
 
@@ -26,11 +28,6 @@ FAR_S = 30 * 86_400.0
 
 Orders = Mapping[str, Sequence[int]]
 """Worker -> the numbers of its groups, the first one first."""
-
-
-def is_bound(tier: int, begun_on: str | None) -> bool:
-    """Whether a group may not stand before one of tier 0: it is of tier 1 and has not begun."""
-    return tier == 1 and begun_on is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +45,13 @@ class Demand:
     """Of its last request, which begins when the rest of the group is drained; inf: only the first one counts, as in
     the paper."""
     begun_on: str | None = None
-    promised: tuple[float, float] | None = None
-    """Of what is late already, whose slack is `FAR_S`: within how long the most urgent of it should have begun, and
-    which part of it that is. None: it is in time. It makes no difference to a plan, but shows what is missing."""
+    is_late: bool = False
+    """It is late already. It makes no difference to a plan, but shows what is missing."""
 
     @property
     def is_bound(self) -> bool:
-        return is_bound(self.tier, self.begun_on)
+        """It may not stand before a group of tier 0: it is of tier 1 and has not begun."""
+        return self.tier == 1 and self.begun_on is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +163,103 @@ def worth(problem: Problem, orders: Orders) -> Worth:
     return Worth(late[0], late[1], waiting_s)
 
 
+def urgency(demand: Demand) -> tuple[bool, float, int]:
+    """Begun or of tier 0 before tier 1, then the earliest deadline."""
+    return demand.is_bound, demand.slack_s, demand.number
+
+
+def edf(problem: Problem, *, patient: bool = True) -> dict[str, list[int]]:
+    """Orders for all queues, with each group once."""
+    assigned = _assign(problem, urgency)
+    orders = {}
+    for queue in problem.queues:
+        order = assigned[queue.worker]
+        if patient:
+            order = wait_with_swaps(queue, order)
+        orders[queue.worker] = [demand.number for demand in order]
+    return orders
+
+
+def assign(problem: Problem, by: Callable[[Demand], tuple[bool, float, int]]) -> dict[str, list[int]]:
+    """The numbers of `_assign`."""
+    return {worker: [one.number for one in order] for worker, order in _assign(problem, by).items()}
+
+
+def _assign(problem: Problem, by: Callable[[Demand], tuple[bool, float, int]]) -> dict[str, list[Demand]]:
+    """Groups in order of `by`, each to the queue where it would start first. Of equal ones the first queue."""
+    queues = problem.queues
+    now_s = [queue.ahead_s for queue in queues]
+    tail_s = [queue.tail_s for queue in queues]
+    models = [queue.loaded for queue in queues]
+    assigned: list[list[Demand]] = [[] for _ in queues]
+    for demand in sorted(problem.demands, key=by):
+        best, start_s = -1, 0.0
+        for at, queue in enumerate(queues):
+            if not can_serve(queue, demand):
+                continue
+            switch_s = tail_s[at] + queue.swap_s[demand.model] if models[at] != demand.model else 0.0
+            if best < 0 or now_s[at] + switch_s < start_s:
+                best, start_s = at, now_s[at] + switch_s
+        worker = queues[best].worker
+        now_s[best] = start_s + demand.drain_s[worker]
+        tail_s[best], models[best] = demand.tail_s.get(worker, 0.0), demand.model
+        assigned[best].append(demand)
+    return {queue.worker: order for queue, order in zip(queues, assigned, strict=True)}
+
+
+def wait_with_swaps(queue: Queue, order: Sequence[Demand]) -> list[Demand]:
+    """The same groups, which come in order of urgency; those of the model that is loaded before a switch that has
+    time. Tiers are kept."""
+    left, done = list(order), list[Demand]()
+    now_s, tail_s, model = queue.ahead_s, queue.tail_s, queue.loaded
+    while left:
+        urgent = left[0]
+        chosen = urgent
+        if urgent.model != model:
+            same = next((one for one in left if one.model == model), None)
+            if same is not None and urgency(same)[0] == urgency(urgent)[0]:
+                free_s = now_s + same.drain_s[queue.worker]
+                free_s += same.tail_s.get(queue.worker, 0.0) + queue.swap_s[urgent.model]
+                if free_s <= urgent.slack_s:
+                    chosen = same
+        switch_s = tail_s + queue.swap_s[chosen.model] if chosen.model != model else 0.0
+        now_s += switch_s + chosen.drain_s[queue.worker]
+        tail_s, model = chosen.tail_s.get(queue.worker, 0.0), chosen.model
+        left.remove(chosen)
+        done.append(chosen)
+    return done
+
+
+def stays(queue: Queue, order: Sequence[Demand]) -> bool:
+    """Whether a worker serves all of its loaded model first, before it loads the one that its queue, in this order, has
+    next: if no group of another model is later by that, with the time of one more swap to spare. Groups ahead of their
+    clients' share do not wait for that while one within its share comes first. A swap costs the same whenever it is
+    made, so each that is put off until more waits for the other model saves one. O(groups)."""
+    if not order or order[0].model == queue.loaded or order[0].model not in queue.swap_s:
+        return False
+    mine = [one for one in order if one.model == queue.loaded and one.tier <= order[0].tier]
+    if not mine:
+        return False
+    first = {one.number for one in mine}
+    others = [one for one in order if one.number not in first]
+    as_it_is = {slot.demand.number: slot.late_s for slot in slots(queue, order)}
+    later = replace(queue, ahead_s=queue.ahead_s + queue.swap_s[order[0].model])
+    return all(
+        slot.late_s <= as_it_is[slot.demand.number]
+        for slot in slots(later, [*mine, *others])
+        if slot.demand.number not in first
+    )
+
+
 Solver = Literal["auto", "search", "milp"]
 SOLVERS: tuple[Solver, ...] = ("auto", "search", "milp")
-MOST_WORK = 100_000_000
-"""Of a search, as `search` counts it."""
+MOST_WORK = 4_000_000
+"""Groups that a search may look at."""
 
 
-@dataclass(frozen=True, slots=True)
-class Needed:
-    """How many more replicas would do: with `more` an order was found that is in time, so that many suffice. None: no
-    number does, or none up to `plan.MOST_REPLICAS` was found. Fewer than `least` never suffice."""
+class Needed(NamedTuple):
+    """How many more replicas would do: with `more` an order was found that is in time, so that many suffice. None: none
+    was found up to `plan.MOST_REPLICAS`, and none with `least`."""
 
     more: int | None
     least: int

@@ -1,28 +1,18 @@
 """How long a request waits, and how long a group keeps a worker (QLM, section 5; the request waiting time estimator).
 
     wait    a · (uncached prompt tokens ahead) + b · (expected output tokens ahead) + z · b · √(variance of those)
-            ahead: of those that wait in front. Who fits into free memory with all of them waits 0. If not, the outputs
-            of as many as fit there do not count: they still write when its turn comes
+            ahead: of those that wait in front. If all of them fit into free memory it is 0; if not, the outputs of as
+            many as fit there do not count: they still write when its turn comes
     drain   a · (uncached prompt tokens) + b · (expected output tokens) of a group
     tail    how long the last of a group still writes when all of it has begun: its prefill, and the 99th percentile of
             its model's outputs at the measured time per token. A switch to another model waits for that
 
-a and b are measured for each worker and model while requests wait there, so batches are full. With z = 2.33 the wait is
-exceeded once in a hundred times, if lengths are independent; `mean_s` is the one to compare with what happened.
-
-**Two rates from records.** A record says that a worker took so many seconds for so many uncached prompt tokens and so
-many output tokens. An engine's own steps do one or the other; what a router sees of gateways mixes both. So a and b are
-recursive least squares of seconds = a · prompt + b · output, a record weighted by one over the seconds that it was
-expected to take. For records of one sort that is the ratio of the sums of seconds and of tokens: long records dominate,
-and many short ones do not bias it. Mixed ones tell the two apart as far as their mix varies; what it does not say stays
-as it was, so a mix that is always the same is predicted all the same. Older records fade by half in `_HALF_LIFE_S`
-seconds of work. A record is believed within a factor `_FAR` of what was expected, so a pause of a minute counts as a
-slow step. Several in a row that are beyond it on the same side are no noise: then all earlier ones are forgotten, and a
-first guess that is far off, or an engine that was replaced, is a matter of some records. Both rates stay positive,
-whatever is reported.
-
-Trade-offs: linear, so at prompts far longer than those measured attention's square is missing. The share of prefill in
-the time differs with the mix (25 to 38 % in our runs), which is why one rate for both does not do.
+a and b are measured for each worker and model while requests wait there, so batches are full: recursive least squares
+of seconds = a · prompt + b · output over records of some seconds each, weighted by one over the seconds that each was
+expected to take. Older records fade by half in `_HALF_LIFE_S` seconds of work. A record is believed within a factor
+`_FAR` of what was expected, so a pause of a minute counts as a slow step; several in a row beyond it on the same side
+are no noise: then all earlier ones are forgotten. Both rates stay positive, whatever is reported. With z = 2.33 the
+wait is exceeded once in a hundred times, if lengths are independent; `mean_s` is the one to compare with what happened.
 
 With `literal` Eq. 1-5 of the paper hold: wait = outputs ahead / throughput, throughput as measured in output tokens a
 second, nothing is free, and an answer takes as long as the longest possible one.
@@ -34,9 +24,13 @@ from dataclasses import dataclass, field
 from math import inf, isfinite, log2, sqrt
 from typing import NamedTuple
 
+from router.placement.qlm.groups import Group
+
 ONE_IN_A_HUNDRED = 2.33
 """z of the standard normal distribution."""
 
+LEAST_S = 2.0
+"""Of a record."""
 _HALF_LIFE_S = 120.0
 _KEPT = 0.01
 """Of all records, what the last estimate weighs."""
@@ -172,9 +166,21 @@ class Ahead(NamedTuple):
     output_tokens: float = 0.0
     output_variance: float = 0.0
 
+    def plus(self, group: Group, part: float = 1.0) -> "Ahead":
+        """With this part of a group that waits."""
+        return Ahead(
+            self.prompt_tokens + part * group.prompt_tokens,
+            self.output_tokens + part * group.output_tokens,
+            self.output_variance + part * group.output_variance,
+        )
+
+    def part(self, part: float) -> "Ahead":
+        """What one of several workers has of it."""
+        return Ahead(part * self.prompt_tokens, part * self.output_tokens, part**2 * self.output_variance)
+
     def beyond(self, free_tokens: float, own_tokens: float) -> "Ahead":
         """What a request waits for that needs `own_tokens` of memory: nothing if it fits with those in front. Else all
-        their prompts, but not the outputs of as many as fit, who still write when its turn comes."""
+        their prompts, but not the outputs of as many as fit, which still write when its turn comes."""
         need = self.prompt_tokens + self.output_tokens
         if need + own_tokens <= free_tokens or not need:
             return Ahead()
@@ -223,6 +229,8 @@ class Estimator:
     _latest: dict[str, _Measured] = field(default_factory=dict, init=False, repr=False)
     """By model, the one that learnt last: where another worker starts."""
     _outputs: dict[str, Outputs] = field(default_factory=dict, init=False, repr=False)
+    _marks: dict[str, tuple[float, int, int]] = field(default_factory=dict, init=False, repr=False)
+    """By worker that is full, since when, and what it had done by then."""
     _predicted: OrderedDict[str, float] = field(default_factory=OrderedDict, init=False, repr=False)
     _compared: deque[tuple[float, float]] = field(
         default_factory=lambda: deque(maxlen=PREDICTIONS), init=False, repr=False
@@ -264,8 +272,26 @@ class Estimator:
             measured.prefill_s += 0.05 * (prefill_s - measured.prefill_s)
         self._latest[model] = measured
 
+    def full(self, worker: str, model: str, prompt_tokens: int, output_tokens: int, now_s: float) -> bool:
+        """A worker is full, and has been since it was said so last unless `lapse` came between. The totals are what it
+        has done so far; both grow with reports of progress. Each stretch of `LEAST_S` or a little more is a record;
+        whether one was learnt."""
+        mark = self._marks.get(worker)
+        if mark is not None and now_s - mark[0] < LEAST_S:
+            return False
+        self._marks[worker] = now_s, prompt_tokens, output_tokens
+        if mark is None or prompt_tokens < mark[1] or output_tokens < mark[2]:
+            return False
+        self.learn(worker, model, now_s - mark[0], prompt_tokens - mark[1], output_tokens - mark[2])
+        return True
+
+    def lapse(self, worker: str) -> None:
+        """It is not full, or gone."""
+        self._marks.pop(worker, None)
+
     def forget(self, worker: str) -> None:
         """`worker` is gone."""
+        self.lapse(worker)
         for key in [key for key in self._measured if key[0] == worker]:
             del self._measured[key]
 
@@ -298,16 +324,6 @@ class Estimator:
         tokens = None if outputs is None else outputs.quantile(0.99)
         tail_s = (self.longest_tokens if tokens is None else tokens) * measured.token_s
         return Pace(measured.rates.prompt_s, measured.rates.output_s, tail_s)
-
-    def drain_s(self, worker: str, model: str, prompt_tokens: float, output_tokens: float) -> float:
-        """W of a group: how long until those behind it begin."""
-        pace = self.pace(worker, model)
-        return pace.prompt_s * prompt_tokens + pace.output_s * output_tokens
-
-    def tail_s(self, worker: str, model: str, prompt_tokens: float = 0.0) -> float:
-        """C - W of a group: how long its last request, of so many tokens, takes once it is begun."""
-        pace = self.pace(worker, model)
-        return pace.tail_s + pace.prompt_s * prompt_tokens
 
     # -- how good it was
 

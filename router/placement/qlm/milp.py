@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.queues.problem import Problem, can_serve
+from router.placement.qlm.problem import Problem, can_serve
 
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint

@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.queues.centres import centres
-from router.queues.group import Group
-from router.queues.groups import MOST_KINDS, Groups, lengths
-from router.queues.line import Queued
+from router.placement.qlm.groups import Entry, Group, Groups
 from tests.support.budget import examples
 
 
@@ -23,27 +20,23 @@ def queued(
     output: float = 10.0,
     since_s: float = 0.0,
     slo_s: float = 20.0,
-    prefix: str | None = None,
-    prefix_tokens: int = 0,
-) -> Queued:
-    return Queued(
-        name, "c", model, slo_class, tokens, output, since_s, since_s + slo_s, 25.0, prefix, prefix_tokens
-    )
+) -> Entry:
+    return Entry(name, "c", model, slo_class, tokens, output, since_s, since_s + slo_s, 25.0)
 
 
 def waiting(group: Group) -> list[str]:
-    return [entry.request.id for entry in group.line]
+    return [request.id for _, request in group.line]
 
 
 @pytest.mark.slow
 @settings(max_examples=examples(40))
-@given(st.integers(0, 2**32), st.sampled_from([1.0, 4.0]), st.sampled_from([1.0, 3.0]), st.booleans())
+@given(st.integers(0, 2**32), st.sampled_from([1.0, 4.0]), st.sampled_from([1.0, 3.0]))
 def test_qlm_p1_each_request_is_in_one_pure_group_of_limited_size_in_order(
-    seed: int, delta: float, batch: float, prefixes: bool
+    seed: int, delta: float, batch: float
 ) -> None:
     """Whatever comes, goes, is judged anew, taken back or gives up; and the sums are those of the members."""
-    rng, groups = Random(seed), Groups(delta, batch, prefixes)
-    requests: dict[str, Queued] = {}
+    rng, groups = Random(seed), Groups(delta, batch)
+    requests: dict[str, Entry] = {}
     tiers: dict[str, int] = {}
     running: set[str] = set()
     for number in range(120):
@@ -53,15 +46,14 @@ def test_qlm_p1_each_request_is_in_one_pure_group_of_limited_size_in_order(
             request = queued(
                 name, model=rng.choice("ab"), slo_class=rng.choice("kl"), tokens=rng.randrange(10, 5000),
                 output=rng.uniform(1, 500), since_s=number - rng.choice([0, 0, 0, 30]), slo_s=rng.choice([5, 50]),
-                prefix=rng.choice([None, "p", "q"]), prefix_tokens=rng.choice([8, 9]),
             )  # fmt: skip
             requests[name], tiers[name] = request, rng.randrange(2)
             groups.add(request, tiers[name])
         elif step < 0.7 and len(groups):
             group = rng.choice(list(groups))
             worker = group.begun_on or rng.choice(["v", "w"])
-            if (taken := groups.take(group, worker)) is not None:
-                running.add(taken.id)
+            if len(group):
+                running.add(groups.take(group, worker).id)
         elif step < 0.8 and idle:
             name = rng.choice(idle)
             group = groups.of(name)
@@ -78,18 +70,12 @@ def test_qlm_p1_each_request_is_in_one_pure_group_of_limited_size_in_order(
             groups.remove(name)
             del requests[name], tiers[name]
             running.discard(name)
-        elif step < 0.97:
-            groups.worker_down(rng.choice(["v", "w"]))
         else:
-            points = [lengths(one) for one in requests.values()]
-            if points:
-                groups.set_centres("a", "k", centres(points))
-        check(groups, requests, tiers, running, prefixes)
+            groups.worker_down(rng.choice(["v", "w"]))
+        check(groups, requests, tiers, running)
 
 
-def check(
-    groups: Groups, requests: dict[str, Queued], tiers: dict[str, int], running: set[str], prefixes: bool
-) -> None:
+def check(groups: Groups, requests: dict[str, Entry], tiers: dict[str, int], running: set[str]) -> None:
     seen = Counter(name for group in groups for name in waiting(group))
     assert seen == Counter(name for name in requests if name not in running)
     assert sum(group.running for group in groups) == len(running)
@@ -100,22 +86,13 @@ def check(
             assert (request.model, request.slo_class) == group.kind[:2]
             assert tiers[request.id] == group.kind.tier
         assert len(group) <= groups.limit(group.kind.model)
-        keys = [entry.key for entry in group.line]
+        keys = [key for key, _ in group.line]
         assert keys == sorted(keys)
         assert group.prompt_tokens == sum(one.prompt_tokens for one in own)
         assert group.output_tokens == pytest.approx(sum(one.expected_output_tokens for one in own))
         assert group.output_variance == pytest.approx(25.0 * len(own))
         if own:
-            assert group.deadline_s == min(one.deadline_s for one in own)
-        saved = 0
-        for prefix in ("p", "q") if prefixes else ():
-            sharing = [one for one in own if one.prefix == prefix]
-            saved += (len(sharing) - 1) * 8 if sharing else 0
-        assert (
-            group.prompt_tokens - 2 * saved
-            <= group.uncached_tokens(lambda _: {})[0]
-            <= group.prompt_tokens - saved
-        )
+            assert group.deadlines[0] == min(one.deadline_s for one in own)
 
 
 def test_halves_keep_the_order_and_the_place_of_the_older_one() -> None:
@@ -124,7 +101,7 @@ def test_halves_keep_the_order_and_the_place_of_the_older_one() -> None:
         groups.add(queued(str(number), since_s=number), 0)
     older, newer = groups
     assert (waiting(older), waiting(newer)) == (["0", "1", "2"], ["3", "4"])
-    assert [(born.group, born.after) for born in groups.drain_born()] == [(older, None), (newer, older)]
+    assert groups.drain_born() == [(older, None), (newer, older)]
     groups.add(queued("an old interaction's", since_s=0.5), 0)
     assert waiting(older) == ["0", "an old interaction's", "1", "2"]
 
@@ -133,17 +110,15 @@ def test_a_group_that_has_begun_stays_where_it_is_and_ends_whoever_keeps_sending
     """A flood of calls that all claim to be of an interaction that began at 0: the group is not theirs for ever."""
     groups = Groups(delta=1, batch=10)
     begun = groups.add(queued("first"), 0)
-    assert groups.take(begun, "w") is not None
+    assert groups.take(begun, "w").id == "first"
     with pytest.raises(ValueError, match="has begun on w"):
         groups.take(begun, "v")
     for number in range(1000):
         groups.add(queued(str(number)), 0)
         if len(begun):
-            taken = groups.take(begun, "w")
-            assert taken is not None
-            groups.remove(taken.id)
+            groups.remove(groups.take(begun, "w").id)
     groups.remove("first")
-    assert groups.get(begun.number) is None
+    assert groups.by_number.get(begun.number) is None
     assert begun.joined == 10
     assert sum(len(group) for group in groups) == 1000 - 9
 
@@ -152,15 +127,18 @@ def test_judging_moves_a_request_to_its_place_also_from_a_group_that_has_begun()
     groups = Groups()
     groups.add(queued("a", since_s=1), 0)
     ahead = groups.add(queued("b", since_s=0), 1)
-    assert groups.judge("b", 0) is groups.of("a")
+    groups.judge("b", 0)
+    assert groups.of("b") is groups.of("a")
     assert waiting(groups.of("a")) == ["b", "a"]  # type: ignore[arg-type]
-    assert groups.get(ahead.number) is None
+    assert groups.by_number.get(ahead.number) is None
     begun = groups.add(queued("c"), 1)
     groups.add(queued("d"), 1)
     groups.take(begun, "w")
-    assert groups.judge("c", 0) is groups.judge("nobody", 0) is None
-    assert groups.of("d") is begun
-    assert groups.judge("d", 0) is groups.of("a")
+    groups.judge("c", 0)
+    groups.judge("nobody", 0)
+    assert groups.of("d") is groups.of("c") is begun
+    groups.judge("d", 0)
+    assert groups.of("d") is groups.of("a")
 
 
 def test_an_id_that_comes_twice_is_there_once() -> None:
@@ -169,7 +147,7 @@ def test_an_id_that_comes_twice_is_there_once() -> None:
     assert groups.add(queued("a", model="other"), 1) is group
     assert (len(group), len(groups), group.joined) == (1, 1, 1)
     groups.remove("a")
-    assert groups.remove("a") is groups.put_back("a") is groups.of("a") is None
+    assert groups.remove("a") is groups.of("a") is None
     assert len(groups) == 0
 
 
@@ -178,54 +156,10 @@ def test_what_was_taken_back_goes_before_what_never_ran() -> None:
     group = groups.add(queued("a", since_s=1), 0)
     for name in "bc":
         groups.add(queued(name, since_s=2), 0)
-    assert [groups.take(group, "w").id for _ in range(2)] == ["a", "b"]  # type: ignore[union-attr]
+    assert [groups.take(group, "w").id for _ in range(2)] == ["a", "b"]
     groups.add(queued("older", since_s=0), 0)
     groups.put_back("b")
     assert waiting(group) == ["b", "older", "c"]
-
-
-def test_a_shared_prefix_is_computed_once_and_not_at_all_where_it_is_held() -> None:
-    groups = Groups()
-    for number in range(3):
-        group = groups.add(queued(str(number), tokens=100, prefix="p", prefix_tokens=80), 0)
-    groups.add(queued("alone", tokens=50), 0)
-    assert group.uncached_tokens(lambda _: {}) == (80 + 3 * 20 + 50, {})
-    assert group.uncached_tokens(lambda _: {"v": 64, "w": 10_000}) == (80 + 3 * 20 + 50, {"v": 64, "w": 80})
-    paper = Groups(prefixes=False)
-    for number in range(3):
-        group = paper.add(queued(str(number), tokens=100, prefix="p", prefix_tokens=80), 0)
-    assert group.uncached_tokens(lambda _: {"v": 64}) == (300, {})
-
-
-def test_kinds_of_lengths_are_apart_and_new_centres_move_nobody() -> None:
-    rng = Random(1)
-    short = [queued(f"s{number}", tokens=rng.randrange(80, 120), output=20) for number in range(50)]
-    long = [queued(f"l{number}", tokens=rng.randrange(3000, 4000), output=900) for number in range(50)]
-    found = centres([lengths(one) for one in short + long])
-    assert len(found) == 2
-    groups = Groups()
-    before = groups.add(short[0], 0)
-    groups.set_centres("m", "k", found)
-    for one in short[1:] + long:
-        groups.add(one, 0)
-    assert waiting(before) == ["s0"]
-    assert [{name[0] for name in waiting(group)} for group in groups] == [{"s"}, {"s"}, {"l"}]
-    groups.set_centres("m", "k", found)
-    assert groups.add(queued("again", tokens=100, output=20), 0) is groups.of("s1"), (
-        "the same centres are not new"
-    )
-    with pytest.raises(ValueError, match="1 to 4"):
-        groups.set_centres("m", "k", [(0.0, 0.0)] * (MOST_KINDS + 1))
-
-
-@given(st.lists(st.tuples(st.floats(0, 12), st.floats(0, 9)), max_size=60), st.integers(0, 3))
-def test_centres_are_few_and_the_same_for_the_same_requests(
-    points: list[tuple[float, float]], seed: int
-) -> None:
-    found = centres(points, seed=seed)
-    assert found == centres(points, seed=seed)
-    assert (1 if points else 0) <= len(found) <= MOST_KINDS
-    assert list(found) == sorted(found)
 
 
 def test_a_batch_that_was_measured_splits_what_is_too_large_now() -> None:
@@ -241,3 +175,11 @@ def test_a_batch_that_was_measured_splits_what_is_too_large_now() -> None:
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="above 0"):
             groups.set_batch("m", bad)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"tokens": -1}, {"output": float("nan")}, {"since_s": float("inf")}, {"slo_s": float("nan")}]
+)
+def test_numbers_that_no_request_has_are_refused(odd: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="request 'a'"):
+        queued("a", **odd)  # type: ignore[arg-type]

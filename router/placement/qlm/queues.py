@@ -1,0 +1,606 @@
+"""Virtual queues: in which order each worker gets the groups, what it pulls next, and which model it is to have.
+
+    new groups  the newer half of a group goes behind the older one; any other one into the queue where it would start
+                first, in front of those of tier 1 that have not begun
+    pulling     a worker that has room gets a request of its first groups of the model that is loaded, up to the first
+                of another model, which waits for the swap. Of these: within its share before ahead of it, what can be
+                in time before what is late, then the earliest deadline. Every `OVERDUE_EVERY`th pull is of who is late
+                longest, so none starves. (The paper counts seconds of lateness: one that is late by a minute is worth
+                as much as sixty by a second)
+    lending     it serves requests of other queues, of its model, that come before its own in tier and lateness, or have
+                less than `DANGER` of their time left and are more urgent than its own. Without it, in a trial, up to 40
+                points of attainment were lost to EDF by request: urgent requests waited in one queue while another
+                worker served its own, which had time
+    balancing   a worker whose queue is empty takes, from the longest other queue, a group of its model that has not
+                begun if that queue keeps another one, else the newer half. One that has been idle for as long as
+                loading takes (`LAST` times as long if no other has its model) takes over a group of another model that
+                waits twice as long where it is: so such swaps take half of a worker's time at most
+    swapping    to the model of the first group in the queue; not while all of the loaded model can be served first
+                without a later group of another model (`problem.stays`), nor before a model that was just loaded has
+                served some request
+    eviction    a worker that `evicts` takes requests back for more urgent ones (`core.preemption`): what is in flight
+                and due `LATER_S` later does not count against one of tier 0
+
+A worker that is gone leaves its groups to the others. What can be served nowhere waits in `stranded`.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import dropwhile, takewhile
+from math import inf
+
+from router.placement.qlm.estimate import Ahead, Estimator, Pace, Wait
+from router.placement.qlm.groups import Entry, Group, Groups
+from router.placement.qlm.problem import FAR_S, Demand, Orders, Problem, Queue, Slot, slots, stays
+
+LATER_S = 120.0
+OVERDUE_EVERY = 8
+DANGER = 0.75
+LAST = 4.0
+STAYS_S = 0.25
+"""How long it holds that a queue's loaded model is served first."""
+_MOST_MISSED = 32
+"""Requests that are found to be late with one pull."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker with its queue, and the window of tokens that it may have in flight: prompt + expected output of what
+    was sent, and by how much answers are already longer. `swap_s`: the models that it can load and how long that takes,
+    the loaded one too; empty: it keeps that."""
+
+    name: str
+    loaded: str | None
+    kv_tokens: int
+    chunk_tokens: int = 8_192
+    swap_s: Mapping[str, float] = field(default_factory=dict)
+    evicts: bool = False
+    groups: list[int] = field(default_factory=list)
+    """Its queue."""
+    in_flight: dict[str, tuple[str, float, int | None]] = field(default_factory=dict)
+    """By request, its client, its tokens and when it is due, in steps of `LATER_S`."""
+    in_flight_tokens: float = 0.0
+    overrun_tokens: int = 0
+    is_open: bool = True
+    """It takes requests."""
+    is_fresh: bool = False
+    """It has just loaded its model and served none of it."""
+    stays: tuple[bool, float] = False, -inf
+    """Whether it serves its model first, and until when that holds."""
+    sends: int = 0
+    pulls: int = 0
+    first_token_s: float = 0.0
+    """From a request's way there to its first token, as measured last."""
+    clients: dict[str, float] = field(default_factory=dict)
+    """Tokens in flight by client."""
+    dues: dict[int, float] = field(default_factory=dict)
+    """Tokens in flight by when they are due."""
+
+    def can_serve(self, group: Group) -> bool:
+        """Whether it may stand in this queue."""
+        kind = group.kind
+        may = self.is_open and (kind.model == self.loaded or kind.model in self.swap_s)
+        return may and self.name not in kind.exclude and group.begun_on in (None, self.name)
+
+    def has_room(self, tier: int, due_s: float | None = None) -> bool:
+        """Whether a request of this tier may be sent there, which is due at `due_s` if that is said: below the KV
+        cache, in tier 0 a prefill chunk more, so that one within its share is always at the worker at once."""
+        if self.held_tokens < self.kv_tokens + (0 if tier else self.chunk_tokens):
+            return True
+        if tier or not self.evicts or due_s is None:
+            return False
+        last = int(due_s // LATER_S) + 1
+        later = sum(tokens for due, tokens in self.dues.items() if due > last)
+        return self.held_tokens - later < self.kv_tokens
+
+    def is_small(self, client: str, tokens: float) -> bool:
+        """Whether a request of tier 0 and so many tokens may be sent there beyond the window: up to half of its
+        client's part of the KV cache, until twice the KV cache is in flight. Ten thousand names have parts below any
+        request."""
+        mine = self.clients.get(client, 0.0)
+        count = len(self.clients) + (not mine)
+        return mine + tokens <= self.kv_tokens / (2 * count) and self.held_tokens < 2 * self.kv_tokens
+
+    @property
+    def held_tokens(self) -> float:
+        """What the window counts."""
+        return self.in_flight_tokens + self.overrun_tokens
+
+    def send(self, request_id: str, tokens: float, due_s: float | None = None, client: str = "") -> None:
+        """A request is in flight there. Nothing happens if it is already."""
+        if request_id in self.in_flight:
+            return
+        self.sends += 1
+        self.is_fresh = False
+        due = int(due_s // LATER_S) if self.evicts and due_s is not None else None
+        self.in_flight[request_id] = client, tokens, due
+        self.in_flight_tokens += tokens
+        self.clients[client] = self.clients.get(client, 0.0) + tokens
+        if due is not None:
+            self.dues[due] = self.dues.get(due, 0.0) + tokens
+
+    def land(self, request_id: str) -> None:
+        """It is in flight no more, if it was."""
+        found = self.in_flight.pop(request_id, None)
+        if found is None:
+            return
+        client, tokens, due = found
+        self.in_flight_tokens -= tokens
+        if (left := self.clients.pop(client) - tokens) > 0.5:
+            self.clients[client] = left
+        if due is not None and (left := self.dues.pop(due) - tokens) > 0.5:
+            self.dues[due] = left
+        if not self.in_flight:  # drop what rounding has left over
+            self.in_flight_tokens = 0.0
+            self.dues.clear()
+            self.clients.clear()
+
+
+class VirtualQueues:
+    """One queue for each worker. Every group is in one, or in `stranded`."""
+
+    def __init__(self, groups: Groups, estimator: Estimator) -> None:
+        self.groups, self.estimator = groups, estimator
+        self.workers: dict[str, Worker] = {}
+        """By name. Not to be written to."""
+        self.stranded: list[int] = []
+        self.ignored = 0
+        """Entries of plans that named what was not there."""
+        self._where: dict[int, str] = {}
+        """In whose queue a group is."""
+        self._pulled: dict[str, str] = {}
+        """Where the requests in flight are."""
+        self._idle: dict[str, tuple[float, int]] = {}
+        """Since when a worker is idle, and how many requests it had got by then."""
+
+    # -- workers
+
+    def worker_up(self, worker: Worker) -> None:
+        """A worker without requests in flight. What was stranded may come to it. ValueError if it can load models and
+        does not say how long the one takes that is loaded."""
+        if worker.swap_s and worker.loaded is not None and worker.loaded not in worker.swap_s:
+            raise ValueError(f"{worker.name}: how long it takes to load {worker.loaded} again is not said")
+        self.worker_down(worker.name)
+        self.workers[worker.name] = worker
+        self._settle_stranded()
+
+    def worker_down(self, name: str) -> None:
+        """It is gone; its groups go to the others."""
+        worker = self.workers.pop(name, None)
+        if worker is not None:
+            self.estimator.forget(name)
+            self._leave(worker)
+
+    def taking(self, names: Collection[str]) -> None:
+        """These workers take requests, and no other; the queues of those go to the others."""
+        for name in sorted(self.workers, key=lambda one: one not in names):  # first those that can take over
+            worker = self.workers[name]
+            if worker.is_open != (name in names):
+                worker.is_open = name in names
+                if worker.is_open:
+                    self._settle_stranded()
+                else:
+                    self._leave(worker)
+
+    def equip(self, name: str, loaded: str | None, swap_s: Mapping[str, float]) -> None:
+        """What a worker has loaded, and can load. What it cannot serve any more goes to the others."""
+        worker = self.workers[name]
+        worker.loaded, worker.swap_s = loaded, swap_s
+        self._settle_stranded()
+        if not all(worker.can_serve(self.groups.by_number[number]) for number in worker.groups):
+            self._leave(worker)
+
+    def loaded(self, name: str, model: str | None) -> None:
+        """A worker has this model from now on; None: none that can serve. It is fresh then."""
+        worker = self.workers[name]
+        if worker.loaded != model:
+            worker.stays = False, -inf
+            worker.loaded, worker.is_fresh = model, model is not None
+
+    # -- requests
+
+    def settle(self) -> None:
+        """Puts groups that are new into queues: to be called when requests were added to `groups`."""
+        for group, after in self.groups.drain_born():
+            owner = None if after is None else self._owner(after)
+            if owner is None or after is None:
+                self._settle([group.number])
+            else:
+                owner.groups.insert(owner.groups.index(after.number) + 1, group.number)
+                self._where[group.number] = owner.name
+
+    def pull(self, name: str, now_s: float = -inf) -> Entry | None:
+        """The request that a worker gets; None if it has enough, or has to load another model first."""
+        worker = self.workers[name]
+        if not (worker.is_open and (worker.evicts or worker.has_room(0))):
+            return None
+        group = self._next(worker, now_s)
+        if group is None:
+            return None
+        request = self.groups.take(group, name, lends=self._owner(group) is not worker)
+        worker.pulls += 1
+        tokens = request.prompt_tokens + request.expected_output_tokens
+        self.send(name, request.id, tokens, request.deadline_s, request.client)
+        return request
+
+    def send(
+        self, name: str, request_id: str, tokens: float, due_s: float | None = None, client: str = ""
+    ) -> None:
+        """A request is in flight at a worker."""
+        self.workers[name].send(request_id, tokens, due_s, client)
+        self._pulled[request_id] = name
+
+    def ended(self, request_id: str) -> None:
+        """A request is over or was given up."""
+        self._land(request_id)
+        group = self.groups.remove(request_id)
+        if group is not None:
+            self._drop_if_over(group)
+
+    def taken_back(self, request_id: str) -> None:
+        """A request that was pulled waits again, in front of its group."""
+        self._land(request_id)
+        self.groups.put_back(request_id)
+        self.settle()
+
+    def judge(self, request_id: str, tier: int) -> None:
+        """A request is of this tier."""
+        before = self.groups.of(request_id)
+        self.groups.judge(request_id, tier)
+        if before is not None:
+            self._drop_if_over(before)
+        self.settle()
+
+    def rename(self, request: Entry, model: str) -> Entry:
+        """A request that waits is for this model; to be followed by `settle`. The request as it is then."""
+        group, renamed = self.groups.of(request.id), replace(request, model=model)
+        self.ended(request.id)
+        self.groups.add(renamed, 0 if group is None else group.kind.tier)
+        return renamed
+
+    # -- models
+
+    def wanted(self, name: str, now_s: float = -inf) -> str | None:
+        """The model that a worker's queue needs next; the loaded one while that is served first."""
+        worker = self.workers[name]
+        waiting = self.waiting(worker)
+        if worker.is_fresh and any(group.kind.model == worker.loaded for group in waiting):
+            return worker.loaded
+        if self._stays(worker, waiting, now_s):
+            return worker.loaded
+        return waiting[0].kind.model if waiting else None
+
+    def next_models(self, name: str) -> tuple[str, ...]:
+        """The models that its queue needs after the one that is loaded, the soonest first."""
+        worker = self.workers[name]
+        models = dict.fromkeys(group.kind.model for group in self.waiting(worker))
+        return tuple(model for model in models if model != worker.loaded)
+
+    def take_over(self, now_s: float) -> int:
+        """Idle workers take over groups for which they load another model; how many did. O(groups) for each."""
+        idle: dict[str, tuple[float, int]] = {}
+        for name, worker in self.workers.items():
+            able = worker.is_open and worker.loaded is not None and len(worker.swap_s) > 1
+            if able and not worker.in_flight and not self.waiting(worker):
+                known = self._idle.get(name)
+                idle[name] = known if known and known[1] == worker.sends else (now_s, worker.sends)
+        self._idle = idle
+        moved = 0
+        for name, (since_s, _) in idle.items():
+            worker = self.workers[name]
+            group = self._worth_loading(worker, now_s - since_s, now_s)
+            if group is not None:
+                self._give(group, worker, whole=group.begun_on is None)
+                moved += 1
+        return moved
+
+    # -- plans
+
+    def problem(self, now_s: float) -> Problem:
+        """What is to be planned: the groups that have some waiting, at all workers that can serve them."""
+        demands, paces = [], dict[tuple[str, str], Pace]()
+        for group in self.groups:
+            able = [one for one in self.workers.values() if one.can_serve(group)] if len(group) else []
+            if able:
+                demands.append(self._demand(group, now_s, able, paces))
+        return Problem(demands, [self._as_queue(worker) for worker in self.workers.values()])
+
+    def apply(self, plan: Orders) -> None:
+        """What is still there of a plan. The rest is ignored and counted: what is not there any more, or never was, is
+        named twice, has begun elsewhere or cannot be served there. Groups that it does not name stay at their worker:
+        behind those that it does, or in front if they have begun. None of tier 1 comes to stand before tier 0."""
+        known, seen = self.groups.by_number, set[int]()
+        orders: dict[str, list[int]] = {name: [] for name in self.workers}
+        for name, numbers in plan.items():
+            for number in numbers:
+                group, worker = known.get(number), self.workers.get(name)
+                if group is None or worker is None or number in seen or not worker.can_serve(group):
+                    self.ignored += 1
+                    continue
+                seen.add(number)
+                orders[name].append(number)
+        for name, worker in self.workers.items():
+            left = [number for number in worker.groups if number not in seen]
+            begun = [number for number in left if known[number].begun_on is not None]
+            rest = [number for number in left if known[number].begun_on is None]
+            worker.groups = self._by_tier([*begun, *orders[name], *rest])
+            self._where.update(dict.fromkeys(worker.groups, name))
+        self.stranded = [number for number in self.stranded if number not in seen]
+
+    # -- what is to come
+
+    def slots(self, name: str, now_s: float, groups: Collection[Group] | None = None) -> list[Slot]:
+        """When a worker's groups that have some waiting start as its queue is. O(groups)."""
+        worker, paces = self.workers[name], dict[tuple[str, str], Pace]()
+        chosen = self.waiting(worker) if groups is None else groups
+        return list(
+            slots(self._as_queue(worker), [self._demand(one, now_s, [worker], paces) for one in chosen])
+        )
+
+    def late(self, now_s: float) -> list[Slot]:
+        """The groups that will be late as the queues are: a reason to plan anew. O(groups)."""
+        return [slot for name in self.workers for slot in self.slots(name, now_s) if slot.late_s > 0]
+
+    def wait(self, request_id: str, now_s: float) -> Wait | None:
+        """How long a request that waits still has to, if it is the last in its group; None if that is nowhere. Workers
+        that have the model share what is before it, whatever queue it is in. Where none has the model, its queue's
+        order counts. O(groups)."""
+        group = self.groups.of(request_id)
+        worker = None if group is None else self._owner(group)
+        if group is None or worker is None:
+            return None
+        model, waiting = group.kind.model, self.waiting(worker)
+        peers = [one for one in self.workers.values() if one.is_open and one.loaded == model]
+        if worker in peers and waiting and waiting[0].kind.model == model:
+            share = 1 / len(peers)
+            free = share * sum(max(0.0, one.kv_tokens - one.held_tokens) for one in peers)
+            return self.estimator.wait(worker.name, model, self._before(group).part(share), free)
+        start_s, ahead = 0.0, Ahead()
+        for slot in self.slots(worker.name, now_s):
+            if slot.swaps:
+                start_s, ahead = slot.start_s, Ahead()
+            ahead = ahead.plus(self.groups.by_number[slot.demand.number])
+            if slot.demand.number == group.number:
+                break
+        wait = self.estimator.wait(worker.name, model, ahead)
+        return Wait(start_s + wait.mean_s, start_s + wait.likely_s)
+
+    def waiting(self, worker: Worker) -> list[Group]:
+        """The groups of a queue in which some wait, in its order."""
+        known = self.groups.by_number
+        return [group for number in worker.groups if (group := known[number]).deadlines]
+
+    def where(self, request_id: str) -> str | None:
+        """The worker at which a request is in flight; None if it is not."""
+        return self._pulled.get(request_id)
+
+    def orders(self) -> dict[str, tuple[int, ...]]:
+        """The groups of every queue."""
+        return {name: tuple(worker.groups) for name, worker in self.workers.items()}
+
+    # -- inside: pulling
+
+    def _next(self, worker: Worker, now_s: float) -> Group | None:
+        """The group whose request a worker gets; it may be in another queue: then the request is lent."""
+        while True:
+            own = self._own(worker, now_s)
+            group = None if own is None else self._most_urgent(worker, own, now_s)
+            if group is None or group.kind.late:
+                return group
+            if not self.groups.miss(group, now_s, worker.first_token_s, _MOST_MISSED):
+                return group
+            self._drop_if_over(group)
+            for born, _ in self.groups.drain_born():
+                self._put(worker, born.number)
+
+    def _own(self, worker: Worker, now_s: float) -> list[Group] | None:
+        """The first groups of the model that is loaded, up to one of another model. None if it has to load that."""
+        waiting, model = self.waiting(worker), worker.loaded
+        if model is None:
+            return None
+        if waiting and waiting[0].kind.model != model:
+            if not (worker.is_fresh or self._stays(worker, waiting, now_s)):
+                return None
+            waiting = list(dropwhile(lambda group: group.kind.model != model, waiting))
+        return list(takewhile(lambda group: group.kind.model == model, waiting))
+
+    def _most_urgent(self, worker: Worker, own: Sequence[Group], now_s: float) -> Group | None:
+        is_overdues_turn = not (worker.pulls + 1) % OVERDUE_EVERY
+        ranks: tuple[int, ...] = (1, 0, 3, 2) if is_overdues_turn else (0, 1, 2, 3)
+        if not worker.has_room(1):
+            ranks = ranks[:2]
+        may = [one for one in own if _has_room(worker, one)]
+        mine = min(may, key=lambda one: (ranks.index(one.kind.rank), one.urgency), default=None)
+        for rank in ranks:
+            is_same = mine is not None and mine.kind.rank == rank
+            other = self.groups.most_urgent(worker.loaded or "", rank, worker.name)
+            if other is not None and _has_room(worker, other):
+                if mine is None and not worker.groups:
+                    return self._steal(worker, rank) or other
+                if mine is None or not is_same:
+                    return other
+                if other.urgency < mine.urgency and other.is_in_danger(now_s, DANGER):
+                    return other
+            if is_same:
+                break
+        return mine
+
+    def _steal(self, worker: Worker, rank: int) -> Group | None:
+        """A group of this rank comes from the longest of the other queues."""
+        found: dict[str, Group] = {}
+        for group in self.groups:
+            owner = self._owner(group)
+            if group.kind.rank != rank or group.kind.model != worker.loaded or not group.deadlines:
+                continue
+            if owner is not None and owner is not worker and worker.name not in group.kind.exclude:
+                known = found.get(owner.name)
+                if known is None or (known.begun_on is not None and group.begun_on is None):
+                    found[owner.name] = group
+        if not found:
+            return None
+
+        def queued_tokens(name: str) -> tuple[float, str]:
+            waiting = self.waiting(self.workers[name])
+            return sum(one.prompt_tokens + one.output_tokens for one in waiting), name
+
+        name = max(found, key=queued_tokens)
+        group, owner = found[name], self.workers[name]
+        whole = group.begun_on is None and len(self.waiting(owner)) > 1
+        if not whole and len(group) == 1 and group.begun_on is not None:
+            return None
+        return self._give(group, worker, whole=whole)
+
+    def _give(self, group: Group, worker: Worker, *, whole: bool) -> Group:
+        """A group, or the newer half of it, goes into this worker's queue; the group that does."""
+        owner = self._owner(group)
+        if whole and owner is not None:
+            owner.groups.remove(group.number)
+            self._put(worker, group.number)
+            return group
+        newer = self.groups.cut(group)
+        self.groups.drain_born()
+        self._drop_if_over(group)
+        self._put(worker, newer.number)
+        return newer
+
+    def _worth_loading(self, worker: Worker, idle_s: float, now_s: float) -> Group | None:
+        others = [one for one in self.workers.values() if one is not worker]
+        patience = 1.0 if any(one.is_open and one.loaded == worker.loaded for one in others) else LAST
+        found: list[Group] = []
+        for owner in others:
+            for slot in self.slots(owner.name, now_s):
+                group = self.groups.by_number[slot.demand.number]
+                swap_s = worker.swap_s.get(group.kind.model)
+                if swap_s is None or group.kind.model == worker.loaded or worker.name in group.kind.exclude:
+                    continue
+                halves_s = slot.demand.drain_s[owner.name] / 2 if len(group) > 1 else 0.0
+                starts_s = slot.start_s + (halves_s if group.begun_on is not None else 0.0)
+                if idle_s >= patience * swap_s and starts_s >= 2 * swap_s:
+                    found.append(group)
+        return min(found, key=lambda group: group.urgency, default=None)
+
+    # -- inside: looking
+
+    def _stays(self, worker: Worker, waiting: Sequence[Group], now_s: float) -> bool:
+        """Whether `worker` serves its model first, though its queue begins with another one. Without a time: no."""
+        if not waiting or worker.loaded is None or now_s == -inf or waiting[0].kind.model == worker.loaded:
+            return False
+        if not any(group.kind.model == worker.loaded for group in waiting):
+            return False
+        if now_s >= worker.stays[1]:
+            order = [slot.demand for slot in self.slots(worker.name, now_s, waiting)]
+            worker.stays = stays(self._as_queue(worker), order), now_s + STAYS_S
+        return worker.stays[0]
+
+    def _before(self, group: Group) -> Ahead:
+        """What of the same model goes before the last of a group, and that group: those of lower ranks, and of its own
+        rank the part of each group whose deadlines are earlier, taken to be even."""
+        last_s, ahead = group.span_s[1], Ahead()
+        for other in self.groups:
+            if not len(other) or other.kind.model != group.kind.model or other.kind.rank > group.kind.rank:
+                continue
+            part = 1.0
+            if other.kind.rank == group.kind.rank and other is not group:
+                first_s, end_s = other.span_s
+                part = min(1.0, max(0.0, (last_s - first_s) / max(1e-9, end_s - first_s)))
+            ahead = ahead.plus(other, part)
+        return ahead
+
+    def _demand(
+        self, group: Group, now_s: float, workers: Collection[Worker], paces: dict[tuple[str, str], Pace]
+    ) -> Demand:
+        model, drain_s, tail_s = group.kind.model, {}, {}
+        for worker in workers:
+            key = worker.name, model
+            pace = paces.get(key)
+            if pace is None:
+                pace = paces[key] = self.estimator.pace(*key)
+            prompts_s = pace.prompt_s * group.prompt_tokens
+            drain_s[worker.name] = prompts_s + pace.output_s * group.output_tokens
+            tail_s[worker.name] = pace.tail_s
+        waits, is_late = len(group) > 0, group.kind.late
+        return Demand(
+            number=group.number,
+            model=model,
+            slack_s=FAR_S if is_late else group.deadlines[0] - now_s if waits else 0.0,
+            last_slack_s=group.line[-1][1].deadline_s - now_s if waits and not is_late else inf,
+            drain_s=drain_s,
+            tail_s=tail_s,
+            tier=group.kind.tier,
+            begun_on=group.begun_on,
+            is_late=is_late,
+        )
+
+    def _as_queue(self, worker: Worker) -> Queue:
+        runs = worker.in_flight and worker.loaded is not None
+        tail_s = self.estimator.pace(worker.name, worker.loaded or "").tail_s if runs else 0.0
+        return Queue(worker.name, worker.loaded, worker.swap_s, 0.0, tail_s)
+
+    # -- inside: standing
+
+    def _owner(self, group: Group) -> Worker | None:
+        return self.workers.get(self._where.get(group.number, ""))
+
+    def _land(self, request_id: str) -> None:
+        worker = self.workers.get(self._pulled.pop(request_id, ""))
+        if worker is not None:
+            worker.land(request_id)
+
+    def _put(self, worker: Worker, number: int) -> None:
+        """A group comes into a queue, at its place by tier."""
+        worker.groups = self._by_tier([*worker.groups, number])
+        self._where[number] = worker.name
+
+    def _by_tier(self, order: Sequence[int]) -> list[int]:
+        """The same groups; those of tier 1 that have not begun go behind the last one of tier 0, if one stands before
+        it. Else nothing changes."""
+        known = self.groups.by_number
+        last = max((at for at, number in enumerate(order) if not known[number].kind.tier), default=-1) + 1
+        front = sorted(order[:last], key=lambda number: known[number].is_bound)
+        return [*front, *order[last:]]
+
+    def _drop_if_over(self, group: Group) -> None:
+        if group.number in self.groups.by_number:
+            return
+        name = self._where.pop(group.number, None)
+        if name is not None and group.number in self.workers[name].groups:
+            self.workers[name].groups.remove(group.number)
+        elif group.number in self.stranded:
+            self.stranded.remove(group.number)
+
+    def _settle(self, numbers: Sequence[int]) -> None:
+        """Each group into the queue where it would start first, behind all that may stand before it."""
+        for number in numbers:
+            group = self.groups.by_number.get(number)
+            if group is None:
+                continue
+            best = min(self._starts(group), default=None)
+            if best is None:
+                self._where.pop(number, None)
+                self.stranded.append(number)
+            else:
+                self._put(self.workers[best[1]], number)
+
+    def _starts(self, group: Group) -> Iterator[tuple[float, str]]:
+        for name, worker in self.workers.items():
+            if worker.can_serve(group):
+                ahead = [one for one in self.waiting(worker) if group.is_bound or not one.is_bound]
+                yield self.slots(name, 0.0, [*ahead, group])[-1].start_s, name
+
+    def _settle_stranded(self) -> None:
+        stranded, self.stranded = self.stranded, []
+        self._settle(stranded)
+
+    def _leave(self, worker: Worker) -> None:
+        """All of a queue goes to the others, as if nothing of it had begun."""
+        self.groups.worker_down(worker.name)
+        numbers, worker.groups = worker.groups, []
+        for number in numbers:
+            self._where.pop(number, None)
+        self._settle(numbers)
+        self.settle()
+
+
+def _has_room(worker: Worker, group: Group) -> bool:
+    """Whether the next of a group may be sent there."""
+    return worker.has_room(group.kind.tier, None if group.kind.late else group.deadlines[0])
