@@ -18,14 +18,12 @@ from typing import assert_never
 
 import msgspec
 
-from router.backlogs import Backlogs
 from router.events import (
     MOST_COUNT,
     TOKEN_BYTES,
     Action,
     Agent,
     Arrive,
-    Backlog,
     Begun,
     CacheEvent,
     Cleared,
@@ -159,7 +157,6 @@ class Router:
         self._matches: dict[str, Match] = {}
         """What the waiting requests match. Valid until the tree changes."""
         self._counts: Counter[str] = Counter()
-        self._backlogs = Backlogs()
 
     def _make_placement(self) -> Placement:
         """For one more model."""
@@ -251,8 +248,6 @@ class Router:
                 return [(peer, Explained(event.id, tuple(map(self._with_standing, found))))]
             case Query():
                 return [(peer, Snapshot(event.id, self.state()))]
-            case Backlog():
-                self._backlogs.told(peer, event)
             case Posted():
                 if not self._throttling.resume_limits(event):
                     self._counts["posted limits ignored"] += 1
@@ -693,7 +688,6 @@ class Router:
             self._suspects.forget(name)
             del self._orphans[name]
         self._changes.peer_gone(peer, now_s)
-        self._backlogs.gone(peer)
         for worker in self._workers.drop_votes(peer):
             self._health_changed(worker)
 
@@ -942,7 +936,6 @@ class Router:
             "throttle": self._throttling.state(
                 [pool.names_taking for pool in self._workers.pools.values()], self._now_s
             ),
-            "batches": self._backlogs.state(),
             "swaps": self._changes.swaps.state(self._now_s),
             "suspects": self._suspects.state(self._now_s),
             "queues": None if self._queued is None else self._queued.report(self._now_s),

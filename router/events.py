@@ -336,41 +336,6 @@ class Posted(Message, frozen=True):
     start: str
 
 
-MOST_ROWS = 2_000
-MOST_TOTALS = 100
-MOST_TOKENS = 1e9
-
-
-class BacklogRow(msgspec.Struct, frozen=True, array_like=True):
-    """Items of batches that the feeder has, of one client, model and window. `waiting` have not been sent, `running`
-    have; lengths are means."""
-
-    group: str
-    """The feeder's name for it."""
-    client: str
-    model: str
-    due: Due
-    waiting: Count
-    running: Count = 0
-    prompt_tokens: Annotated[float, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0.0
-    output_tokens: Annotated[float, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0.0
-
-
-class ClientItems(msgspec.Struct, frozen=True, array_like=True):
-    """Items of one client in all batches that are kept."""
-
-    client: str
-    left: Count
-    completed: Count
-    failed: Count
-
-
-class Backlog(Message, frozen=True):
-    """All that the feeder has: it takes the place of what it said before, and ends with the peer."""
-
-    rows: Annotated[tuple[BacklogRow, ...], msgspec.Meta(max_length=MOST_ROWS)]
-    clients: Annotated[tuple[ClientItems, ...], msgspec.Meta(max_length=MOST_TOTALS)] = ()
-    """Those that have most left."""
 
 
 class Load(Message, frozen=True):
@@ -562,7 +527,6 @@ PeerEvent = (
     | WorkerDrain
     | WorkerHealth
     | Agent
-    | Backlog
     | Swap
     | Follow
     | Query

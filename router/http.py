@@ -182,8 +182,6 @@ def rows(state: Mapping[str, Any]) -> Iterator[exposition.Row]:
     yield "router_quarantined_clients", (), suspects["clients"]
     if state.get("queues") is not None:
         yield from queue_rows(state["queues"])
-    for what in ("waiting", "running"):
-        yield "router_batch_items", (what,), state["batches"][what]
     yield "router_peers", (), state["wire"]["peers"]
     yield "router_refused_peers_total", (), state["wire"]["refused"]
 

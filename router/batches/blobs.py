@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from router.batches.contract import StoreError, StoreFull
+from router.batches.model import StoreError, StoreFull
 
 PIECE_BYTES = 1 << 20
 STALE_S = 86_400.0

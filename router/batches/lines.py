@@ -9,6 +9,7 @@ Blank lines count as lines and are passed over. Pure; a `Reader` keeps 16 bytes 
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,11 +22,6 @@ MOST_ISSUES = 1000
 
 MOST_CUSTOM_ID = 512
 """Characters."""
-
-CHARS_PER_TOKEN = 4
-UNKNOWN_OUTPUT_TOKENS = 256
-"""Of an item that sets no limit."""
-MOST_TOKENS = 1 << 24
 
 EXPIRED = "batch_expired", "This request could not be executed before the completion window expired."
 CANCELLED = "batch_cancelled", "This request was not executed because its batch was cancelled."
@@ -41,8 +37,6 @@ class _Line(msgspec.Struct):
 class _Body(msgspec.Struct):
     model: Any = None
     stream: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
 
 
 _LINES = msgspec.json.Decoder(_Line)
@@ -60,7 +54,9 @@ class Reader:
         self._endpoint = batch.endpoint
         self._models = batch.models
         self._allowed = batch.allowed
-        self._facts = facts
+        self._facts = {
+            model: replace(facts, vocabulary=batch.vocabularies.get(model)) for model in batch.models
+        }
         self._most_items = min(most_items, MOST_NUMBER - 1)
         self._most_line_bytes = most_line_bytes
         self._seen: set[bytes] = set()
@@ -94,17 +90,7 @@ class Reader:
             self._refuse(*refused)
             return None
         self.items += 1
-        limit = next((one for one in (body.max_completion_tokens, body.max_tokens) if type(one) is int), None)
-        expected = UNKNOWN_OUTPUT_TOKENS if limit is None else limit
-        raw = bytes(found.body)
-        return Item(
-            self.items,
-            found.custom_id,
-            self._model(body.model) or "",
-            raw,
-            len(raw) // CHARS_PER_TOKEN,
-            min(MOST_TOKENS, max(0, expected)),
-        )
+        return Item(self.items, found.custom_id, self._model(body.model) or "", bytes(found.body))
 
     def issues(self) -> tuple[Issue, ...]:
         """What is wrong with all that was read, by line."""
@@ -126,10 +112,11 @@ class Reader:
             return "mismatched_url", f"url must be {self._endpoint}, not {line.url!r:.80}", "url"
         if body.stream:
             return "stream_not_supported", "a request of a batch cannot be streamed", "body.stream"
-        if self._model(body.model) is None:
+        model = self._model(body.model)
+        if model is None:
             return "model_not_found", f"the model {body.model!r:.200} does not exist here", "body.model"
         try:
-            judge(self._endpoint, msgspec.json.decode(line.body), self._facts)
+            judge(self._endpoint, msgspec.json.decode(line.body), self._facts[model])
         except Wrong as wrong:
             return "invalid_value", str(wrong), f"body.{wrong.field}"
         digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()

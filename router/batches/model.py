@@ -6,6 +6,23 @@ from typing import Literal
 
 import msgspec
 
+
+class StoreError(Exception):
+    """The store cannot do what it was asked for; the text is one line."""
+
+
+class StoreFull(StoreError):
+    """There is no room on the disk."""
+
+
+class StoreDamaged(StoreError):
+    """What is on the disk cannot be read."""
+
+
+class FileInUse(StoreError):
+    """A batch is still reading the file."""
+
+
 Purpose = Literal["batch", "batch_output"]
 
 Status = Literal[
@@ -98,6 +115,8 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Those that were served when it was made, the first one first."""
     allowed: tuple[str, ...] | None = None
     """Those of them, and of their adapters, that its client may ask for; None: all."""
+    vocabularies: Mapping[str, int] = {}
+    """Of models of which that is known: token ids are below it."""
 
     @property
     def is_over(self) -> bool:
@@ -117,11 +136,10 @@ class Item(msgspec.Struct, frozen=True):
     custom_id: str
     model: str
     body: bytes
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    """What it may take, estimated from its length and its limit."""
     tries: int = 0
     """That have failed, and may have been its fault."""
+    key: int = 0
+    """The store's name for it, once it is accepted."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -134,18 +152,18 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Items of one batch that are for one model: how many have no result yet, and how long these are together."""
+    """Items of one batch that are for one model: how many have no result yet, and how many of these are leased."""
 
     batch: str
     model: str
     left: int
-    prompt_tokens: int
-    output_tokens: int
+    leased: int
 
 
 class ClientTotals(msgspec.Struct):
-    """Items of one client, in all its batches that are kept."""
+    """Items of one client, in all its batches that are kept. Of those that are left some are leased: `running`."""
 
     left: int = 0
     completed: int = 0
     failed: int = 0
+    running: int = 0

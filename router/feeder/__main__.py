@@ -5,11 +5,9 @@ import logging
 import signal
 import sys
 from functools import partial
-from pathlib import Path
 
-from router.batches.contract import StoreError
 from router.batches.folder import check as check_batches
-from router.feeder.shell import AnotherFeeder, Shell
+from router.batches.model import StoreError
 from sglang_fair.common.deadlines import make_classes
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import feeder_key
@@ -28,10 +26,6 @@ def check(settings: table.Feeder) -> None:
         raise SettingError(f"gateway and feeder need the same key in {feeder_key.variable}")
     if not settings.gateway.startswith(("http://", "https://")):
         raise SettingError(f"--gateway: {settings.gateway} is no URL", "gateway")
-    for address in settings.router:
-        if "://" not in address:
-            raise SettingError(f"--router: {address} is no ZMQ address", "router")
-    protection.read_keys(settings.keys, "gateway")
     protection.check_trust(settings)
     try:
         make_classes(settings.slo_classes, "--slo-classes")
@@ -47,12 +41,12 @@ def serve(settings: table.Feeder) -> int:
     if not settings.outlive_parent:
         die_with_parent()
     try:
-        check_batches(Path(settings.batches))
+        check_batches(settings.batches, settings.batch_files)
     except ValueError as error:
         raise Mistake(str(error)) from None
     try:
         asyncio.run(_serve(settings))
-    except (StoreError, AnotherFeeder) as error:
+    except StoreError as error:
         raise Mistake(str(error)) from None
     return 0
 
@@ -61,8 +55,10 @@ async def _serve(settings: table.Feeder) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    shell = Shell(settings, protection.read_keys(settings.keys, "gateway"))
-    print(f"{READY}: {settings.batches} through {settings.gateway}", file=sys.stderr, flush=True)
+    from router.feeder.shell import Shell  # of an extra, which was looked for
+
+    shell = Shell(settings)
+    print(f"{READY}: {shell.store_name} through {settings.gateway}", file=sys.stderr, flush=True)
     await shell.run(stop)
 
 

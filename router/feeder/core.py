@@ -1,54 +1,40 @@
-"""What is sent when, and what follows from an answer. No clock, no store, no socket: it is told what there is, and
-returns what is to be done.
+"""What is leased and sent, and what follows from an answer. No clock, no store, no socket: it is told what there is,
+and returns what is to be done.
 
-The store says which batches are open and what is left of them (`look`). The items of a batch for one model are a
-*part*; of each part a few are loaded at a time. An item is in one place: loaded, in flight, put off, or its result is
-being written. What is in none of these is in the store alone, and is loaded again; so after a death nothing has to be
-remembered.
+The items of a batch for one model are a *part*. Of all parts of a model together so many are leased at a time as its
+*window* allows; what is leased is sent at once, and waits at the router like any other request. A window begins with
+`FIRST`, each answer widens it by one, and each refusal (503) leaves half of what is in flight; so does a client's own
+limit (429) with what that client may have in flight. `most` bounds them.
 
-Who is next, where nobody asks: of the clients that have something to send, the one with the fewest items in flight,
-then the one that has waited longest; of its parts the one whose window ends first. So a client's thousand
-batches send no more at a time than another's single one. What replicas do with them is the policy's, as with any
-request of that client.
+Who is next: of the clients that have something to send, the one with the fewest items in flight, then the one that has
+waited longest; of its parts the one whose window ends first. So a client's thousand batches send no more at a time
+than another's single one. What replicas do with them is the policy's, as with any request of that client.
 """
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-
-import msgspec
+from heapq import heapify, heappop, heapreplace
 
 from router.batches import lines
 from router.batches.model import Ending, Item, Part, StoredBatch, class_of, window_s
-from router.events import BacklogRow, Due
 from router.feeder.answers import Again, Answer, judge
-from router.feeder.pace import Pace
 
-LOADED = 64
-LOADED_BYTES = 8 << 20
-"""Most of one part in memory, besides what is in flight."""
+FIRST = 64
+MOST_BYTES = 64 << 20
+"""Of the requests in flight, together, besides one that is longer."""
 MOST_UNWRITTEN = 4096
 """Results that wait for the store; while there are more, nothing is sent."""
-MOST_IN_FLIGHT = 4096
+
 Key = tuple[str, str]
 """A part: batch and model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Fetch items of a part; answer with `loaded`."""
-
-    key: Key
-    after: int
-    limit: int
-
-
-@dataclass(frozen=True, slots=True)
 class Send:
-    """Send an item to a gateway; answer with `answered`, unless it is taken back by `Abort`."""
+    """Have a gateway answer an item; say with `answered` what it says."""
 
-    key: Key
+    part: Key
     item: Item
     client: str
     endpoint: str
@@ -56,355 +42,237 @@ class Send:
     due_s: float
     """When its window ends."""
     stands_for: int
-    """Items of the part that are as far as this one or not sent at all, shared out over those that are sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Take back what was sent."""
-
-    key: Key
-    number: int
+    """Items of the part that wait in the store, shared out over those that are leased, and itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Keep this result of an item for `model`; answer with `written`."""
+    """Keep this result."""
 
     ending: Ending
-    model: str
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """Keep how often an item was tried: whoever feeds it after a restart goes on from there."""
+class Wait:
+    """Send it again, so much later."""
 
-    batch: str
-    number: int
-    tries: int
+    after_s: float
+    tries: int | None
+    """That are to be kept, if they have changed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
-    """End what is left of a batch without answers."""
-
-    batch: str
+class Release:
+    """It waits in the store again."""
 
 
-Action = Load | Send | Abort | Write | Keep | Close
+class Window:
+    """How many may be in flight."""
+
+    def __init__(self, first: int, most: int) -> None:
+        self.limit, self._most = min(first, most), most
+
+    def answered(self) -> None:
+        """One more."""
+        self.limit = min(self._most, self.limit + 1)
+
+    def refused(self, in_flight: int) -> None:
+        """So many are left."""
+        self.limit = max(1, in_flight // 2)
 
 
 @dataclass(slots=True)
 class _Part:
     """What is known of a part."""
 
-    key: Key
     batch: StoredBatch
     slo_class: str
-    left: int
-    mean_bytes: float
-    prompt_tokens: float
-    output_tokens: float
-    """Means of what is left."""
-    after: int = 0
-    """All before it were loaded."""
-    is_loading: bool = False
-    is_at_end: bool = False
-    ready: deque[Item] = field(default_factory=deque)
-    put_off: list[tuple[float, int, Item]] = field(default_factory=list)
+    waiting: int = 0
+    leased: int = 0
+    """By all feeders."""
     in_flight: dict[int, Item] = field(default_factory=dict)
-    unwritten: set[int] = field(default_factory=set)
-
-    @property
-    def waiting(self) -> int:
-        """Items that can be sent."""
-        return max(0, self.left - len(self.in_flight) - len(self.unwritten) - len(self.put_off))
-
-    @property
-    def held(self) -> int:
-        """Items that are somewhere here."""
-        return len(self.ready) + len(self.put_off) + len(self.in_flight) + len(self.unwritten)
+    """Sent from here, by key."""
 
 
 class Feeder:
     """The parts of all open batches. Single-threaded; `now_s` is Unix time and may jump."""
 
     def __init__(self, classes: Mapping[str, float], most_in_flight: int) -> None:
-        """`classes` are seconds to the first token; `most_in_flight` is for each replica."""
+        """`classes` are seconds to the first token; `most_in_flight` is for each model."""
         self._classes = classes
-        self._most_in_flight = most_in_flight
+        self._most = most_in_flight
         self._parts: dict[Key, _Part] = {}
         self._closing: set[str] = set()
-        self._paces: dict[str, Pace] = {}
-        self._replicas: Mapping[str, int] = {}
-        self._in_flight: dict[str, int] = {}
+        self._windows: dict[str, Window] = {}
+        """By model."""
+        self._caps: dict[str, Window] = {}
+        """Of clients that were refused for their limits."""
+        self._held_until_s: dict[tuple[str, str], float] = {}
+        """("model", …) or ("client", …) that is sent nothing."""
+        self._in_flight: Counter[str] = Counter()
         """By client."""
         self._served: dict[str, int] = {}
         """When each client was last given a turn, by the count of turns."""
         self._turns = 0
-        self._unwritten = 0
-        self._wait_until_s = 0.0
-        self._model_waits: dict[str, float] = {}
-        self._client_waits: dict[str, float] = {}
-        self._caps: dict[str, int] = {}
-        """Of clients that were refused for their limits: how many may be in flight. Halved by each refusal, one more
-        with each answer."""
+        self._bytes = 0
+        self.unwritten = 0
 
     # -- what there is
 
-    def look(self, batches: Sequence[StoredBatch], parts: Iterable[Part], now_s: float) -> list[Action]:
-        """The open batches, and what is left of those in progress."""
-        actions: list[Action] = []
-        known = {batch.id: batch for batch in batches}
-        left = {(part.batch, part.model): part for part in parts}
-        for key in [key for key in self._parts if key not in left]:
-            actions += self._drop(key)
-        for key, part in left.items():
-            batch = known.get(part.batch)
-            if batch is not None and not self._must_close(batch, now_s):
-                self._learn(key, batch, part)
-        for batch in batches:
-            if self._must_close(batch, now_s) and batch.id not in self._closing:
-                self._closing.add(batch.id)
-                for key in [key for key in self._parts if key[0] == batch.id]:
-                    actions += self._drop(key)
-                actions.append(Close(batch.id))
-        return actions + self.send(now_s)
-
-    def replicas(self, by_model: Mapping[str, int]) -> None:
-        """How many replicas have each model; "" are those of a cluster that has one model only."""
-        self._replicas = dict(by_model)
-
-    def loaded(self, load: Load, items: Sequence[Item], now_s: float) -> list[Action]:
-        """What `load` has found."""
-        part = self._parts.get(load.key)
-        if part is None or not part.is_loading:
-            return []
-        part.is_loading = False
-        part.is_at_end = len(items) < load.limit
-        if not items and not load.after:
-            part.left = 0  # until the next look
-        for item in items:
-            part.after = item.number
-            part.ready.append(item)
-        return self.send(now_s)
-
-    def not_loaded(self, load: Load) -> None:
-        """The store could not answer."""
-        part = self._parts.get(load.key)
-        if part is not None:
-            part.is_loading = False
-
-    # -- what is sent
-
-    def send(self, now_s: float) -> list[Action]:
-        """All that may be sent now."""
-        actions: list[Action] = []
-        if now_s < self._wait_until_s:
-            return actions
-        for part in self._parts.values():
-            while part.put_off and part.put_off[0][0] <= now_s:
-                part.ready.appendleft(heappop(part.put_off)[2])
-        by_model: dict[str, list[_Part]] = {}
-        for part in self._parts.values():
-            by_model.setdefault(part.key[1], []).append(part)
-        for model, parts in by_model.items():
-            if self._model_waits.get(model, 0.0) > now_s:
-                continue
-            actions += self._send_of(model, parts, now_s)
-        return actions
-
-    def _start(self, part: _Part) -> Send:
-        """The next item goes."""
-        item = part.ready.popleft()
-        part.in_flight[item.number] = item
-        client = part.batch.client
-        self._in_flight[client] = self._in_flight.get(client, 0) + 1
-        self._turns += 1
-        self._served[client] = self._turns
-        due_s, stands_for = part.batch.expires_s, 1 + part.waiting // len(part.in_flight)
-        return Send(part.key, item, client, part.batch.endpoint, part.slo_class, due_s, stands_for)
-
-    def _is_capped(self, client: str) -> bool:
-        return self._in_flight.get(client, 0) >= self._caps.get(client, MOST_IN_FLIGHT)
-
-    def _send_of(self, model: str, parts: list[_Part], now_s: float) -> list[Action]:
-        actions: list[Action] = []
-        pace, replicas = self._pace(model), self._replicas_of(model)
-        room = pace.limit * replicas - sum(len(part.in_flight) for part in parts)
-        while room > 0 and self._may_send():
-            part = self._next(parts, now_s, actions)
-            if part is None:
-                break
-            actions.append(self._start(part))
-            room -= 1
-        pace.tick(now_s, replicas, is_full=room <= 0 and any(part.ready for part in parts))
-        return actions
-
-    def _next(self, parts: list[_Part], now_s: float, actions: list[Action]) -> _Part | None:
-        """Whose turn it is; what has to be loaded for that is put to `actions`."""
-        best, best_rank = None, None
-        for part in parts:
-            client = part.batch.client
-            if self._client_waits.get(client, 0.0) > now_s or self._is_capped(client):
-                continue
-            if len(part.ready) <= LOADED // 4:
-                actions += self._load(part)
-            if not part.ready:
-                continue
-            rank = (
-                self._in_flight.get(client, 0),
-                self._served.get(client, 0),
-                part.batch.expires_s,
-                part.batch.created_s,
-                part.key,
-            )
-            if best_rank is None or rank < best_rank:
-                best, best_rank = part, rank
-        return best
-
-    def _load(self, part: _Part) -> list[Action]:
-        if part.is_loading:
-            return []
-        if part.is_at_end:
-            if part.held or not part.left:
-                return []
-            part.after, part.is_at_end = 0, False  # what the store still has, nobody has here: begin anew
-        part.is_loading = True
-        limit = max(1, min(LOADED, int(LOADED_BYTES / max(1.0, part.mean_bytes))))
-        return [Load(part.key, part.after, limit)]
-
-    def _may_send(self) -> bool:
-        return self._unwritten < MOST_UNWRITTEN and sum(self._in_flight.values()) < MOST_IN_FLIGHT
-
-    # -- what comes back
-
-    def answered(self, send: Send, answer: Answer, tokens: int, now_s: float) -> list[Action]:
-        """The answer to an item, which has taken so many tokens."""
-        part = self._parts.get(send.key)
-        item = None if part is None else part.in_flight.get(send.item.number)
-        if part is None or item is None:
-            return []
-        tries = item.tries + 1
-        verdict = judge(answer, tries)
-        pace = self._pace(send.key[1])
-        self._land(part, item.number)
-        if isinstance(verdict, Again):
-            actions: list[Action] = []
-            if verdict.counts:
-                item = msgspec.structs.replace(item, tries=tries)
-                actions.append(Keep(send.key[0], item.number, tries))
-            if verdict.holds in ("all", "model"):
-                pace.trouble()
-            if verdict.holds == "all":
-                self._wait_until_s = now_s + verdict.after_s
-            elif verdict.holds == "model":
-                self._model_waits[send.key[1]] = now_s + verdict.after_s
-            elif verdict.holds == "client":
-                self._client_waits[send.client] = now_s + verdict.after_s
-                self._caps[send.client] = max(1, self._in_flight.get(send.client, 0) // 2)
-            heappush(part.put_off, (now_s + verdict.after_s, item.number, item))
-            return actions + self.send(now_s)
-        pace.answered(tokens)
-        if send.client in self._caps:
-            self._caps[send.client] += 1
-        part.unwritten.add(item.number)
-        self._unwritten += 1
-        ending = _ending(send.key[0], item, answer, verdict.is_ok, verdict.status)
-        return [Write(ending, send.key[1]), *self.send(now_s)]
-
-    def written(
-        self, endings: Iterable[Ending], models: Mapping[tuple[str, int], str], now_s: float
-    ) -> list[Action]:
-        """The store has these results; `models` says of which part each is."""
-        for ending in endings:
-            self._unwritten -= 1
-            part = self._parts.get((ending.batch, models[ending.batch, ending.number]))
-            if part is not None:
-                part.unwritten.discard(ending.number)
-                part.left -= 1
-        return self.send(now_s)
+    def look(
+        self, batches: Sequence[StoredBatch], parts: Iterable[Part], now_s: float
+    ) -> tuple[list[int], list[str]]:
+        """The open batches, and what is left of those in progress. The keys of items that are to be taken back, and
+        the batches that are to be closed; say with `closed` when that is done."""
+        known = {batch.id: batch for batch in batches if not _must_close(batch, now_s)}
+        left = {(one.batch, one.model): one for one in parts if one.batch in known}
+        gone = [key for name in self._parts.keys() - left.keys() for key in self._drop(name)]
+        for name, part in left.items():
+            batch = known[part.batch]
+            slo_class = class_of(window_s(batch.window), self._classes)
+            mine = self._parts.setdefault(name, _Part(batch, slo_class))
+            mine.waiting, mine.leased = part.left - part.leased, part.leased
+        close = [one.id for one in batches if one.id not in known and one.id not in self._closing]
+        self._closing.update(close)
+        return gone, close
 
     def closed(self, batch: str) -> None:
         """It is over, or could not be closed; then the next look has it closed again."""
         self._closing.discard(batch)
 
-    # -- what others are told
-
-    def backlog(self, now_s: float, most: int) -> list[BacklogRow]:
-        """A row for each part, at most `most`: those whose windows end first."""
-        parts = sorted(self._parts.values(), key=lambda part: (part.batch.expires_s, part.key))[:most]
-        return [
-            BacklogRow(
-                group="/".join(part.key),
-                client=part.batch.client,
-                model=part.key[1],
-                due=Due(
-                    part.slo_class,
-                    float(max(1, window_s(part.batch.window))),
-                    part.batch.expires_s - now_s,
-                ),
-                waiting=part.waiting,
-                running=len(part.in_flight),
-                prompt_tokens=part.prompt_tokens,
-                output_tokens=part.output_tokens,
-            )
-            for part in parts
-        ]
-
     @property
-    def in_flight(self) -> int:
-        """Items that were sent and are not answered."""
-        return sum(self._in_flight.values())
+    def keys(self) -> set[int]:
+        """Of all that is in flight."""
+        return {key for part in self._parts.values() for key in part.in_flight}
 
-    def limits(self) -> dict[str, int]:
-        """How many items each replica of a model may have."""
-        return {model: pace.limit for model, pace in self._paces.items()}
+    # -- what is sent
+
+    def wanted(self, now_s: float) -> tuple[dict[Key, int], int]:
+        """How many items of each part are to be leased, and the most bytes of them together; say with `leased` what
+        came of it."""
+        if self.unwritten >= MOST_UNWRITTEN or self._bytes >= MOST_BYTES:
+            return {}, 0
+        wanted: Counter[Key] = Counter()
+        models: dict[str, list[Key]] = {}
+        for key in self._parts:
+            models.setdefault(key[1], []).append(key)
+        for model, keys in models.items():
+            room = self._window(model).limit - sum(len(self._parts[key].in_flight) for key in keys)
+            if room > 0 and not self._is_held("model", model, now_s):
+                self._share(room, keys, wanted, now_s)
+        return dict(wanted), MOST_BYTES - self._bytes
+
+    def leased(
+        self, wanted: Mapping[Key, int], found: Iterable[tuple[str, Item]]
+    ) -> tuple[list[Send], list[int]]:
+        """What is to be sent, and keys that are to be released: nothing of their batch is sent any more."""
+        taken: Counter[Key] = Counter()
+        mine: list[tuple[Key, _Part, Item]] = []
+        lost: list[int] = []
+        for batch, item in found:
+            name = batch, item.model
+            part = self._parts.get(name)
+            if part is None:
+                lost.append(item.key)
+                continue
+            taken[name] += 1
+            part.in_flight[item.key] = item
+            self._bytes += len(item.body)
+            self._in_flight[part.batch.client] += 1
+            self._turns += 1
+            self._served[part.batch.client] = self._turns
+            mine.append((name, part, item))
+        for name in wanted:
+            if (part := self._parts.get(name)) is not None:
+                part.waiting = max(0, part.waiting - taken[name]) if taken[name] else 0  # until the next look
+                part.leased += taken[name]
+        return [
+            Send(
+                name, item, part.batch.client, part.batch.endpoint, part.slo_class, part.batch.expires_s,
+                1 + part.waiting // part.leased,
+            )
+            for name, part, item in mine
+        ], lost  # fmt: skip
+
+    def _share(self, room: int, keys: Iterable[Key], wanted: Counter[Key], now_s: float) -> None:
+        """Gives out the room of one model."""
+        of: dict[str, list[Key]] = {}
+        for key in sorted(keys, key=lambda key: (self._parts[key].batch.expires_s, key), reverse=True):
+            client = self._parts[key].batch.client
+            if self._parts[key].waiting and not self._is_held("client", client, now_s):
+                of.setdefault(client, []).append(key)
+        counts = Counter({client: self._in_flight[client] for client in of})
+        turns = [(counts[client], self._served.get(client, 0), client) for client in of]
+        heapify(turns)
+        while room > 0 and turns:
+            count, served, client = turns[0]
+            mine = of[client]
+            cap = self._caps.get(client)
+            while mine and wanted[mine[-1]] >= self._parts[mine[-1]].waiting:
+                mine.pop()
+            if not mine or (cap is not None and count >= cap.limit):
+                heappop(turns)
+                continue
+            wanted[mine[-1]] += 1
+            room -= 1
+            heapreplace(turns, (count + 1, served, client))
+
+    # -- what comes back
+
+    def answered(self, send: Send, answer: Answer, tries: int, now_s: float) -> Write | Wait | Release:
+        """What follows from the answer to an item, which was tried so often before."""
+        verdict = judge(answer, tries + 1)
+        model, client = send.part[1], send.client
+        if isinstance(verdict, Again) and verdict.holds in ("", "all"):
+            return Wait(verdict.after_s, tries + 1 if verdict.counts else None)
+        self._land(send.part, send.item.key)
+        if isinstance(verdict, Again):
+            held = (verdict.holds, model if verdict.holds == "model" else client)
+            self._held_until_s[held] = now_s + verdict.after_s
+            if verdict.holds == "model":
+                of = [len(one.in_flight) for (_, name), one in self._parts.items() if name == model]
+                self._window(model).refused(sum(of))
+            else:
+                self._caps.setdefault(client, Window(self._most, self._most)).refused(self._in_flight[client])
+            return Release()
+        self._window(model).answered()
+        if client in self._caps:
+            self._caps[client].answered()
+        self.unwritten += 1
+        return Write(_ending(send.part[0], send.item, answer, verdict.is_ok, verdict.status))
 
     # -- inside
 
-    def _must_close(self, batch: StoredBatch, now_s: float) -> bool:
-        return bool(batch.closing) or now_s >= batch.expires_s
+    def _window(self, model: str) -> Window:
+        return self._windows.setdefault(model, Window(FIRST, self._most))
 
-    def _learn(self, key: Key, batch: StoredBatch, part: Part) -> None:
-        known = self._parts.get(key)
-        if known is None:
-            slo_class = class_of(window_s(batch.window), self._classes)
-            known = self._parts[key] = _Part(key, batch, slo_class, 0, 0.0, 0.0, 0.0)
-        known.left = part.left
-        known.prompt_tokens = part.prompt_tokens / part.left
-        known.output_tokens = part.output_tokens / part.left
-        known.mean_bytes = known.prompt_tokens * lines.CHARS_PER_TOKEN
+    def _is_held(self, kind: str, name: str, now_s: float) -> bool:
+        until_s = self._held_until_s.get((kind, name))
+        if until_s is not None and until_s <= now_s:
+            del self._held_until_s[kind, name]
+        return until_s is not None and until_s > now_s
 
-    def _drop(self, key: Key) -> list[Action]:
+    def _drop(self, name: Key) -> list[int]:
         """Of this part nothing more is sent."""
-        part = self._parts.pop(key)
-        aborts: list[Action] = [Abort(key, number) for number in part.in_flight]
-        for number in list(part.in_flight):
-            self._land(part, number)
-        self._forget(part.batch.client)
-        return aborts
-
-    def _land(self, part: _Part, number: int) -> None:
-        del part.in_flight[number]
-        client = part.batch.client
-        self._in_flight[client] -= 1
-        if not self._in_flight[client]:
-            del self._in_flight[client]
-
-    def _forget(self, client: str) -> None:
-        """If nothing of it is left."""
+        keys, client = list(self._parts[name].in_flight), self._parts[name].batch.client
+        for key in keys:
+            self._land(name, key)
+        del self._parts[name]
         if all(one.batch.client != client for one in self._parts.values()):
-            for known in (self._served, self._caps, self._client_waits):
+            for known in (self._served, self._caps, self._in_flight):
                 known.pop(client, None)
+            self._held_until_s.pop(("client", client), None)
+        return keys
 
-    def _pace(self, model: str) -> Pace:
-        if model not in self._paces:
-            self._paces[model] = Pace(self._most_in_flight)
-        return self._paces[model]
+    def _land(self, name: Key, key: int) -> None:
+        part = self._parts.get(name)
+        if part is not None and (item := part.in_flight.pop(key, None)) is not None:
+            self._bytes -= len(item.body)
+            self._in_flight[part.batch.client] -= 1
 
-    def _replicas_of(self, model: str) -> int:
-        return self._replicas.get(model, self._replicas.get("", 0))
+
+def _must_close(batch: StoredBatch, now_s: float) -> bool:
+    return bool(batch.closing) or now_s >= batch.expires_s
 
 
 def _ending(batch: str, item: Item, answer: Answer, is_ok: bool, status: int) -> Ending:

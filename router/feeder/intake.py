@@ -7,50 +7,51 @@ one. After a death it begins anew: a batch runs only when all its lines are acce
 from collections.abc import Iterator
 
 from router.batches.blobs import Blobs
-from router.batches.contract import Store
 from router.batches.lines import Reader, split
 from router.batches.model import Issue, Item, StoredBatch
+from router.batches.store import Store
 from sglang_fair.common.fields import WIDEST, Facts
 
-COMMIT_ITEMS = 500
+COMMIT_ITEMS = 2_000
 COMMIT_BYTES = 8 << 20
 READ_BYTES = 4 << 20
 """Lines that are wrong or blank make no commit: after so many bytes the next has its turn."""
 
 
 class Validation:
-    """Of one batch. `step` it in a thread, until it says that it is over."""
+    """Of a batch that `owner` has claimed. `step` it in a thread, until it says that it is over."""
 
     def __init__(
         self,
         store: Store,
         blobs: Blobs,
         batch: StoredBatch,
+        owner: str,
         most_items: int,
         most_line_bytes: int,
         facts: Facts = WIDEST,
     ) -> None:
         self.batch = batch
-        self._store = store
+        self._store, self._owner = store, owner
+        self._is_there = blobs.path(batch.input_file).exists
         self._lines = split(blobs.pieces(batch.input_file), most_line_bytes)
         self._reader = Reader(batch, most_items, most_line_bytes, facts)
-        self._has_begun = False
 
     def step(self, now_s: int) -> bool:
-        """One commit. True: the batch runs, has failed, or is no longer to be validated. Raises `StoreError`; then it
-        has to begin anew."""
-        name = self.batch.id
-        if not self._has_begun:
-            self._has_begun = True
-            self._store.forget_items(name)
+        """One commit. True: the batch runs, has failed, or is another's to validate. Raises `StoreError`; then it has
+        to begin anew."""
+        name, store, owner = self.batch.id, self._store, self._owner
+        if not self._is_there():
+            store.fail(name, owner, (Issue("file_unreadable", "the file is gone"),), now_s)
+            return True
         items, is_over = self._read(self._lines)
         if self._reader.is_too_long or (is_over and self._reader.issues()):
-            self._store.fail(name, self._reader.issues(), now_s)
+            store.fail(name, owner, self._reader.issues(), now_s)
             return True
-        if items and not self._reader.wrong and not self._store.accept(name, items):
+        if items and not self._reader.wrong and not store.accept(name, owner, items):
             return True
         if is_over:
-            self._store.start(name, now_s)
+            store.start(name, owner, now_s)
         return is_over
 
     def _read(self, lines: Iterator[bytes]) -> tuple[list[Item], bool]:
@@ -67,8 +68,3 @@ class Validation:
             if self._reader.is_too_long:
                 return items, True
         return items, True
-
-
-def unreadable(reason: str) -> Issue:
-    """What is wrong with a batch whose file cannot be read."""
-    return Issue("file_unreadable", reason)

@@ -178,7 +178,7 @@ def serve(settings: table.Gateway) -> int:
     warn(settings)
     if settings.batches is not None:
         try:
-            check_batches(Path(settings.batches))  # a line now, and no traceback later
+            check_batches(settings.batches, settings.batch_files)  # a line now, and no traceback later
         except ValueError as error:
             raise Mistake(str(error)) from None
     if settings.admin_port is not None:

@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from router.batches.contract import StoreError
+from router.batches.model import StoreError
 from router.collector import collect_seldom
 from router.gateway import admin, logs, notice, pages, tenants
 from router.gateway.access import proxies
@@ -77,7 +77,8 @@ class Config:
     """Further models, each with the folder of its tokenizer."""
     slo_classes: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
     batches: str | None = None
-    """The folder of files and batches; None: there are none."""
+    """Where files and batches are; None: there are none."""
+    batch_files: str | None = None
     batch_file_bytes: int = 1 << 30
     batch_client_bytes: int = 16 << 30
     batch_keep_days: float = 30.0
@@ -180,7 +181,7 @@ class App(Router):
             await gateway.start()
             counting = None
             if files is not None:
-                counting = asyncio.create_task(files.follow(gateway.metrics.batches))
+                counting = asyncio.create_task(files.follow(gateway.hear_of_batches))
             try:
                 if admin is not None:
                     await admin.start()
@@ -275,7 +276,8 @@ def open_files(config: Config) -> Files | None:
         return None
     keep_s = int(86_400 * config.batch_keep_days)
     try:
-        return Files(Path(config.batches), Bounds(config.batch_file_bytes, config.batch_client_bytes, keep_s))
+        bounds = Bounds(config.batch_file_bytes, config.batch_client_bytes, keep_s)
+        return Files(config.batches, config.batch_files, bounds)
     except StoreError as error:
         raise SettingError(f"--batches: {error}", "batches") from None
 

@@ -8,6 +8,9 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
+from router.batches.model import ClientTotals
 from router.events import Due
 from router.gateway.access.directory import Directory
 from router.gateway.access.identity import Headers, Identity, Peer
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
     from router.gateway.tracing import Tracing
 
 LISTED_CLIENTS = 10
-"""`/status` names this many clients, those with most requests in flight."""
+"""`/status` names this many clients, those with most requests in flight, or most items of batches left."""
 
 
 class Gateway:
@@ -137,6 +140,21 @@ class Gateway:
         )
 
         self._following: list[asyncio.Task[None]] = []
+        self.vocabularies = {name: one.vocabulary for name, one in tokens.items() if one.vocabulary}
+        """How many tokens models have of which that is known."""
+        self.batches: Mapping[str, object] = {}
+        """What `/status` says of them."""
+
+    def hear_of_batches(self, totals: Mapping[str, ClientTotals]) -> None:
+        """What clients have in the store."""
+        self.metrics.batches(totals)
+        most = sorted(totals.items(), key=lambda pair: (-pair[1].left, pair[0]))[:LISTED_CLIENTS]
+        running = sum(one.running for one in totals.values())
+        self.batches = {
+            "waiting": sum(one.left for one in totals.values()) - running,
+            "running": running,
+            "clients": {name: asdict(one) for name, one in most},
+        }
 
     def _cut(self, attempt: str) -> None:
         """A router wants this attempt cut."""

@@ -25,6 +25,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 
+from router.batches.model import ClientTotals
 from router.gateway.counters import Counters, by_class, by_model
 from sglang_fair.metrics import table
 from sglang_fair.metrics.labels import OTHER, Counted
@@ -48,7 +49,7 @@ _LEAST = (
 _SAME = ("batch_items",)
 """All processes say the same, unless one is late."""
 
-BATCH_STATES = ("left", "completed", "failed")
+BATCH_STATES = ("left", "running", "completed", "failed")
 
 
 PAIRS = {
@@ -129,13 +130,13 @@ class GatewayMetrics:
         if ttft_s is not None:
             series.first_tokens.observe(ttft_s)
 
-    def batches(self, totals: Mapping[str, tuple[int, int, int]]) -> None:
+    def batches(self, totals: Mapping[str, ClientTotals]) -> None:
         """How many items of batches each client has in each of `BATCH_STATES`."""
         found: dict[tuple[str, str], int] = dict.fromkeys(self._batch_labels, 0)
         for client, counts in totals.items():
             label = client if client in self._counted.labels else OTHER
-            for state, count in zip(BATCH_STATES, counts, strict=True):
-                found[label, state] = found.get((label, state), 0) + count
+            for state in BATCH_STATES:
+                found[label, state] = found.get((label, state), 0) + getattr(counts, state)
         for labels, count in found.items():
             self._gauges["batch_items"].labels(*labels).set(count)
         self._batch_labels = set(found)

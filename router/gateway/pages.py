@@ -229,7 +229,9 @@ def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None)
                 "workers": gateway.fleet.view(gateway.replicas.health.sick()),
                 "in_flight": sum(gateway.fleet.in_flight.values()),
             }
-        return JSONResponse({**snapshot, "gateway": gateway.state() | {"fallback": is_fallback}})
+        return JSONResponse(
+            {**snapshot, "batches": gateway.batches, "gateway": gateway.state() | {"fallback": is_fallback}}
+        )
 
     async def metrics(request: Request) -> Response:
         check(request)

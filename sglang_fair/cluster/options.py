@@ -173,7 +173,7 @@ def check(options: Options) -> None:
 
 def _check_batches(options: Options) -> None:
     if options.batches is not None:
-        check_batches(Path(options.batches))
+        check_batches(options.batches, options.batch_files)
 
 
 def _check_limits(options: Options) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from router.batches.folder import absolute
 from router.gateway import limits
 from sglang_fair.cluster.gpus import Gpu, environment
 from sglang_fair.cluster.options import ConfigError, Device, Options, extra_argument, page_tokens
@@ -318,7 +319,7 @@ def build(
             ),
             _gateway(options, machine, _served(options, each, swaps), router, ports.gateway),
             *((_dashboard(options, machine, ports.gateway),) if options.dashboard_port else ()),
-            *((_feeder(options, machine, router, ports.gateway),) if options.batches else ()),
+            *((_feeder(options, machine, ports.gateway),) if options.batches else ()),
         ),
         router=router,
         router_http=None if (port := options.router_http_port) is None else f"http://{LOCAL}:{port}",
@@ -626,7 +627,8 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
         "tls_key": _path(options.tls_key),
         "tenants": _path(options.tenants),
         **shared(options, table.Files),
-        "batches": _path(options.batches),
+        "batches": absolute(options.batches),
+        "batch_files": absolute(options.batch_files),
         **limits.parse(options.gateway_options),
     }
     return Process(
@@ -640,15 +642,14 @@ def _gateway(options: Options, machine: Machine, models: Sequence[Model], router
     )
 
 
-def _feeder(options: Options, machine: Machine, router: str, gateway_port: int) -> Process:
+def _feeder(options: Options, machine: Machine, gateway_port: int) -> Process:
     assert options.batches is not None
     values = {
         **shared(options, table.Feeder),
-        "batches": str(Path(options.batches).absolute()),
+        "batches": absolute(options.batches),
+        "batch_files": absolute(options.batch_files),
         "gateway": served_url(options, options.host, gateway_port),
         "gateway_cert": _path(options.tls_cert),
-        "keys": _path(options.keys),
-        "router": (router,),
     }
     return Process(
         name="feeder",

@@ -8,11 +8,13 @@ ENGINE = ("sglang", "torch")
 
 EXTRAS = {
     "matplotlib": ("workloads", "plots"),
+    "psycopg": ("postgres", "--batches postgresql://…"),
     "python_multipart": ("batches", "--batches"),
     "scipy": ("qlm", "placement qlm"),
+    "sqlalchemy": ("batches", "--batches"),
     "textual": ("top", "sglang-fair top"),
 }
-"""Packages, each with the extra that has it and what needs it. Ray's, Redis', AMQP's and OpenTelemetry's are asked for
+"""Packages, each with the extra that has it and what needs it. Ray's, Redis' and OpenTelemetry's are asked for
 where they are used."""
 
 

@@ -33,6 +33,3 @@ replica_key = ServiceKey("SGLANG_FAIR_REPLICA_KEY")
 
 feeder_key = ServiceKey("SGLANG_FAIR_FEEDER_KEY")
 """With which the feeder of batches asks gateways, on behalf of clients."""
-
-broker_url = ServiceKey("SGLANG_FAIR_BROKER")
-"""Of the broker whose log the stores of batches follow. It may have a password in it."""

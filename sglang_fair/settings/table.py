@@ -347,6 +347,16 @@ class Tracing:
     ] = None
 
 
+BatchFiles = Annotated[
+    str | None,
+    About(
+        "Folder of the files that clients upload, which all gateways and feeders share.",
+        metavar="DIR",
+        unset="files in the folder of --batches; PostgreSQL needs it",
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Files:
     """Where a gateway keeps files and batches, and how large they may be."""
@@ -354,12 +364,13 @@ class Files:
     batches: Annotated[
         str | None,
         About(
-            "Folder in which files and batches (/v1/files, /v1/batches) are kept, whatever dies. All processes of one "
-            "machine's gateway, and the feeder, have the same one.",
-            metavar="DIR",
+            "Where files and batches (/v1/files, /v1/batches) are kept, whatever dies: a folder on a disk of this "
+            "machine, or PostgreSQL for gateways and feeders on several. All of them have the same one.",
+            metavar="DIR|postgresql://USER@HOST/NAME",
             unset="no batches",
         ),
     ] = None
+    batch_files: BatchFiles = None
     batch_file_bytes: Annotated[int, About("Largest file of a batch's requests.", unit="bytes", above=0)] = (
         1 << 30
     )
@@ -480,12 +491,13 @@ class Feeding:
     batch_in_flight: Annotated[
         int,
         About(
-            "Most requests of batches that a replica has at a time. The feeder begins with few, and keeps as many as "
-            "make the replica faster.",
+            "Most requests of batches for one model that a feeder has sent and that are not answered: enough for all "
+            "replicas of the model. It begins with few, and takes fewer when it is refused.",
             unit="requests",
             at_least=1,
+            at_most=10_000,
         ),
-    ] = 128
+    ] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -954,14 +966,18 @@ class Gateway(Files, Tls, Tracing, Access, Deadlines, Fields, Limits):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feeder(Keyed, Trust, Feeding, Deadlines, Fields):
-    """Have the requests of batches answered, as what they are: requests of the clients whose batches they are."""
+class Feeder(Trust, Feeding, Deadlines, Fields):
+    """Have the requests of batches answered, as what they are: requests of the clients whose batches they are. Any
+    number of feeders may run."""
 
-    batches: Annotated[str, About("The folder in which gateways keep files and batches.", metavar="DIR")]
+    batches: Annotated[
+        str,
+        About("Where gateways keep files and batches.", metavar="DIR|postgresql://USER@HOST/NAME"),
+    ]
+    batch_files: BatchFiles = None
     gateway: Annotated[
         str, About("A gateway's address, which has the same SGLANG_FAIR_FEEDER_KEY.", metavar="URL")
     ] = "http://127.0.0.1:8000"
-    router: Annotated[tuple[str, ...], About("The router's address. Repeatable.", metavar="tcp://HOST:PORT")]
     batch_line_bytes: Annotated[int, About("Longest line of a batch's file.", unit="bytes", above=0)] = (
         16 << 20
     )
@@ -1030,8 +1046,6 @@ VARIABLES: Mapping[str, str] = {
     "cluster with --tenants makes one up, others have none.",
     "SGLANG_FAIR_FEEDER_KEY": "With which the feeder asks gateways on behalf of the clients whose batches it runs; "
     "unset: a cluster with --batches makes one up, others have none, and nothing of their batches runs.",
-    "SGLANG_FAIR_BROKER": "amqp://user:password@host:5672/vhost of a RabbitMQ that keeps a log of files and batches "
-    "besides the folder of --batches; for gateway, feeder and cluster. Unset: they are kept in the folder alone.",
     "SGLANG_FAIR_KEYS": "Folder of the keys with which KV events are published, where SGLang is started without "
     "sglang-fair replica; needs publisher fair-curve in --kv-events-config.",
     "SGLANG_FAIR_CACHE": "Folder in which prepared models are kept; by default sglang-fair in the user's cache folder.",

@@ -24,6 +24,7 @@ from router.gateway.errors import ApiError
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
+from tests.batches.test_store import limit_pages
 from tests.support.stand_in import MODEL
 
 GOLD, SILVER = "gold", "silver"
@@ -148,8 +149,9 @@ async def test_batches_by_the_official_client(asked: Asked) -> None:
     assert said == ("validating", "10m", {"night": "1"}, 600)
     with pytest.raises(openai.ConflictError):  # it is being read
         await client.files.delete(name)
-    store.accept(batch.id, [Item(1, "a", MODEL, b"{}"), Item(2, "b", MODEL, b"{}")])
-    store.start(batch.id, 7)
+    store.claim("f", ())
+    store.accept(batch.id, "f", [Item(1, "a", MODEL, b"{}"), Item(2, "b", MODEL, b"{}")])
+    store.start(batch.id, "f", 7)
     store.finish([Ending(batch.id, 1, True, b'{"custom_id":"a"}')], 8)
     found = await client.batches.retrieve(batch.id)
     counts = found.request_counts
@@ -272,7 +274,7 @@ async def test_a_full_disk_is_503_and_nothing_is_accepted(asked: Asked) -> None:
             await uploaded(client, b"x" * (3 << 20))
         assert (caught.value.status_code, caught.value.code) == (503, "disk_full")
     assert asked.kept() == [name]
-    store._db.execute("PRAGMA max_page_count = 1")  # type: ignore[attr-defined]
+    pages = limit_pages(store, 0)
 
     async def fill() -> None:
         for _ in range(200):
@@ -280,7 +282,7 @@ async def test_a_full_disk_is_503_and_nothing_is_accepted(asked: Asked) -> None:
 
     with pytest.raises(openai.InternalServerError):
         await fill()
-    store._db.execute("PRAGMA max_page_count = 1000000")  # type: ignore[attr-defined]
+    limit_pages(store, pages + 1000)
     found = len(store.open_batches())
     await created(client, name)
     assert len(store.open_batches()) == found + 1
@@ -290,11 +292,11 @@ async def test_a_large_file_goes_to_the_disk_in_pieces(monkeypatch: pytest.Monke
     """What is in memory at a time is bounded, and others have their turn while it comes."""
     pieces, piece = 60, b"x" * 300_000
     held, turns = [0], [0]
-    flush = uploads.Upload._flush
+    flush = uploads.Spool.seek
 
-    async def watched(self: uploads.Upload) -> None:
-        held.append(self._pending_bytes)
-        await flush(self)
+    async def watched(self: uploads.Spool, offset: int) -> None:
+        held.append(self.pending_bytes)
+        await flush(self, offset)
 
     async def content() -> Any:
         yield part("purpose", b"batch") + part("file", b"", "a")[:-2]
@@ -307,7 +309,7 @@ async def test_a_large_file_goes_to_the_disk_in_pieces(monkeypatch: pytest.Monke
             turns[0] += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(uploads.Upload, "_flush", watched)
+    monkeypatch.setattr(uploads.Spool, "seek", watched)
     task = asyncio.create_task(others())
     answer = await asked.http.post("/v1/files", content=content(), headers=FORM)
     task.cancel()

@@ -6,16 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from router.batches.contract import FileInUse, Store, StoreError, StoreFull
 from router.batches.folder import open_blobs, open_store
+from router.batches.model import ClientTotals, FileInUse, StoreError, StoreFull
 from router.gateway.errors import ApiError
 from router.shared_limit import SharedLimit
 
 THREADS = 4
-COUNT_S = 5.0
+COUNT_S = 2.0
 """Between two counts of what clients have."""
 MOST_UPLOADS = 32
 """At a time in one process, shared by the clients (`shared_limit`); more get 429."""
@@ -36,10 +35,10 @@ class Bounds:
 class Files:
     """Belongs to one event loop. What it waits for, it waits for in threads."""
 
-    def __init__(self, folder: Path, bounds: Bounds) -> None:
-        """Raises `StoreError`."""
-        self.blobs = open_blobs(folder)
-        self.store: Store = open_store(folder)
+    def __init__(self, batches: str, uploads: str | None, bounds: Bounds) -> None:
+        """`batches` and `uploads` as `folder` has them. Raises `StoreError`."""
+        self.blobs = open_blobs(batches, uploads)
+        self.store = open_store(batches)
         self.bounds = bounds
         self.uploads = SharedLimit(MOST_UPLOADS)
         self._threads = ThreadPoolExecutor(THREADS, "batches")
@@ -52,12 +51,11 @@ class Files:
         except StoreError as error:
             raise as_api_error(error) from None
 
-    async def follow(self, tell: Callable[[Mapping[str, tuple[int, int, int]]], None]) -> None:
-        """Tells how many items each client has left, completed and failed, again and again, until it is cancelled."""
+    async def follow(self, tell: Callable[[Mapping[str, ClientTotals]], None]) -> None:
+        """Tells what each client has in the store, again and again, until it is cancelled."""
         while True:
             with suppress(ApiError):
-                found = await self.run(self.store.totals)
-                tell({name: (one.left, one.completed, one.failed) for name, one in found.items()})
+                tell(await self.run(self.store.totals))
             await asyncio.sleep(COUNT_S)
 
     def close(self) -> None:

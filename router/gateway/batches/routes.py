@@ -137,10 +137,10 @@ class _Asked:
         writing = await files.run(files.blobs.create, name)
         is_kept = False
         try:
-            upload = Upload(request.headers, writing, min(files.bounds.file_bytes, left), files.run)
-            pieces = request.stream()
+            most_bytes = min(files.bounds.file_bytes, left)
+            upload = Upload(request.headers, request.stream(), writing, most_bytes, files.run)
             try:
-                await upload.read(lambda: anext(pieces, None))
+                await upload.read()
             except ApiError as error:
                 if error.code == "file_too_large" and left < files.bounds.file_bytes:
                     raise _too_much(files.bounds.client_bytes) from None
@@ -236,6 +236,7 @@ class _Asked:
             metadata=asked.metadata,
             models=tuple(self._gateway.names),
             allowed=None if tenant is None or tenant.models is None else tuple(tenant.models),
+            vocabularies=self._gateway.vocabularies,
         )
         await files.run(files.store.add_batch, batch)
         log.info("batch %s of %s: %d bytes within %s", batch.id, client, file.bytes, batch.window)
