@@ -94,7 +94,7 @@ lock: $(STAMPS)/venv ## write the locks anew, keeping their pins (ARGS=--upgrade
 	$(PIP) -q uv
 	grep -hv '^#' $(LOCK) $(MORE) >$(STAMPS)/all.txt
 	$(COMPILE) --extra dev -o $(STAMPS)/all.txt $(ARGS)
-	$(COMPILE) --extra top --extra workloads --constraint $(STAMPS)/all.txt -o $(LOCK)
+	$(COMPILE) --extra batches --extra top --extra workloads --constraint $(STAMPS)/all.txt -o $(LOCK)
 	{ head -2 $(LOCK); grep -vxFf $(LOCK) $(STAMPS)/all.txt; } >$(MORE)
 
 dist: $(READY) ## build the sdist and, of it, the wheel into dist/

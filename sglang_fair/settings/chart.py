@@ -23,7 +23,7 @@ PROGRAMS = ("replica", "router", "gateway", "feeder", "dashboard")
 """Those whose settings are the chart's values."""
 
 OF_THE_CHART = frozenset({
-    "admin_host", "admin_port", "batches", "bind", "device", "drain_s", "extra", "gateway", "gateway_ca",
+    "admin_host", "admin_port", "batch_files", "batches", "bind", "device", "drain_s", "extra", "gateway", "gateway_ca",
     "gateway_cert", "host", "http_host", "http_port", "insecure", "keys", "kv_port", "load_port", "model",
     "model_name", "more_models", "name", "notice_s", "outlive_parent", "port", "replica_ca", "replicas_dns",
     "replicas_file", "router", "served_name", "tenants", "tls_cert", "tls_key", "tokenizer", "worker",

@@ -297,7 +297,7 @@ def implied(site: Site) -> set[Connection]:
             case "gateway":  # asks those that its routers name
                 addresses |= {*settings.router, *(up.url for up in followed)}
             case "feeder":
-                addresses |= {*settings.router, settings.gateway}
+                addresses |= {settings.gateway}
             case "agent":
                 addresses |= {settings.router, settings.replica}
             case "dashboard":
@@ -387,7 +387,7 @@ def test_all_routers_are_named_alike_and_exist(name: str, sites: Mapping[str, Si
     (router,) = [
         one for one in site.rendered.of("StatefulSet") if one["metadata"]["name"].endswith("-router")
     ]
-    lists = {tuple(one.settings.router) for one in (*site.of("gateway"), *site.of("feeder"))}
+    lists = {tuple(one.settings.router) for one in site.of("gateway")}
     (addresses,) = lists
     assert len(addresses) == router["spec"]["replicas"]
     for one in site.of("agent"):
