@@ -336,8 +336,6 @@ class Posted(Message, frozen=True):
     start: str
 
 
-
-
 class Load(Message, frozen=True):
     """Of the `size_tokens` of its KV cache `worker` uses `used_tokens`, and `waiting_tokens` that are not cached wait.
 

@@ -16,7 +16,12 @@ def reader(**more: object) -> Reader:
 
 
 def line(custom_id: str, **body: object) -> bytes:
-    whole = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", **body}}
+    whole = {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "a", **body},
+    }
     return msgspec.json.encode(whole)
 
 

@@ -1,11 +1,10 @@
-"""What an answer means for an item, and how many are sent at a time."""
+"""What an answer means for an item."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.feeder.answers import LONGEST_WAIT_S, LOST_TRIES, MOST_TRIES, Again, Answer, Result, judge
-from router.feeder.pace import FIRST, LEAST, Pace
 from router.suspects import ENDED, QUARANTINED
 
 
@@ -57,62 +56,3 @@ def test_waits_are_bounded(status: int, tries: int, retry_after_s: float | None)
     verdict = judge(Answer(status, retry_after_s=retry_after_s), tries)
     if isinstance(verdict, Again):
         assert 0 < verdict.after_s <= LONGEST_WAIT_S
-
-
-# ---- pace
-
-
-def served(pace: Pace, knee: int, seconds: float, start_s: float = 0.0, rate: float = 10.0) -> float:
-    """A replica that gets faster up to `knee` items, at so many answers a second for each. The time at the end."""
-    now_s, done, step_s = start_s, 0.0, 0.05
-    pace.tick(now_s, 1, is_full=True)
-    while now_s < start_s + seconds:
-        now_s += step_s
-        done += rate * min(pace.limit, knee) * step_s
-        while done >= 1:
-            done -= 1
-            pace.answered(100)
-        pace.tick(now_s, 1, is_full=True)
-    return now_s
-
-
-@pytest.mark.parametrize("knee", [4, 16, 64, 100])
-def test_it_finds_as_many_as_make_the_replica_faster(knee: int) -> None:
-    pace = Pace(256)
-    now_s = served(pace, knee, 400.0)
-    seen = []
-    for _ in range(20):
-        now_s = served(pace, knee, 10.0, now_s)
-        seen.append(pace.limit)
-    seen.sort()
-    assert 0.6 * knee <= seen[10] <= 2.5 * knee, seen
-
-
-def test_it_stays_within_its_bounds() -> None:
-    pace = Pace(20)
-    now_s = served(pace, 1000, 200.0)
-    assert pace.limit == 20
-    pace.trouble()
-    assert pace.limit == LEAST
-    served(pace, 1000, 20.0, now_s)
-    assert pace.limit >= 13
-    assert Pace(1).most == LEAST
-
-
-def test_after_trouble_it_is_soon_where_it_was() -> None:
-    pace = Pace(256)
-    now_s = served(pace, 1000, 300.0)
-    before = pace.limit
-    assert before > 4 * FIRST
-    pace.trouble()
-    served(pace, 1000, 5.0, now_s)
-    assert pace.limit >= before / 2
-
-
-def test_without_more_to_send_nothing_is_learnt() -> None:
-    pace = Pace(256)
-    for second in range(200):
-        for _ in range(1000):
-            pace.answered(1)
-        pace.tick(float(second), 1, is_full=False)
-    assert pace.limit == 4 * FIRST

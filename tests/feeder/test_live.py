@@ -220,7 +220,7 @@ def test_each_item_has_one_result_whatever_dies(tokenizer: Path, tmp_path: Path,
 
 
 def test_what_ends_replicas_is_tried_at_two_and_all_else_is_served(tokenizer: Path, tmp_path: Path) -> None:
-    """Nine requests of one client and sixty lines of another, each of which ends any replica, beside a polite client."""
+    """Nine requests of one client, sixty lines of another: each ends any replica. Beside them is a polite client."""
     killers, polite, count = 9, 40, 60
     deaths = 0
 
