@@ -27,6 +27,7 @@ import aiohttp
 import psutil
 
 from sglang_fair.bench import Show, carry_out
+from sglang_fair.cluster.options import USUAL
 from sglang_fair.common.identity import HEADER_CLIENT
 from sglang_fair.common.provenance import machine, versions
 from sglang_fair.settings import table as settings
@@ -233,7 +234,7 @@ def soak_cluster(
     small = ("--max-total-tokens", "16384")
     spawn = SpawnCluster(settings.Cluster(replicas=replicas, model="tiny", device="cpu", extra=small), logs)
     show(f"starting {replicas} replicas, router and gateway; logs in {logs}")
-    with spawn(settings.Cluster.placement, settings.Cluster.policy) as cluster:
+    with spawn(USUAL, settings.Cluster.policy) as cluster:
         load = SteadyLoad(cluster.gateway, rate, Random(seed))
         samples = asyncio.run(soak(cluster, load, 60 * minutes, every_s, show))
         books = [get_json(f"{replica}/fair") for replica in cluster.replicas]

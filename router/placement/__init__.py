@@ -9,6 +9,7 @@ from router.placement.client_round_robin import ClientRoundRobin
 from router.placement.contract import Placement, Queued
 from router.placement.d2lpm import D2lpm
 from router.placement.d2lpm_queue import D2lpmQueue
+from router.placement.deadline.rule import Deadline
 from router.placement.least_requests import LeastRequests
 from router.placement.least_tokens import LeastTokens
 from router.placement.lmetric import LMetric
@@ -30,6 +31,7 @@ PLACEMENTS: dict[str, type[Placement]] = {
     "cache_aware": CacheAware,
     "preble": Preble,
     "centralized_dlpm": CentralizedDlpm,
+    "deadline": Deadline,
     "qlm": Qlm,
 }
 

@@ -58,12 +58,12 @@ from router.events import Arrive, Done, Event, Load, Place, Query, Removed, Stor
 from router.placement import PLACEMENTS, build
 from router.throttling import Kind, Throttling
 from sglang_fair.bench import Show, carry_out
+from sglang_fair.cluster.options import USUAL
 from sglang_fair.common.provenance import processor
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.throttle import Limits, Rules
 from sglang_fair.settings import commands
 from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers
-from sglang_fair.settings.table import Cluster
 
 PAGE = 16
 HEADS = 16
@@ -83,7 +83,7 @@ LOAD_EVERY = 100
 """Decisions between two loads that replicas report."""
 THROTTLE_TURNS = 9
 UNLIMITED = 10**9
-DEFAULT = Cluster.placement
+DEFAULT = USUAL
 PROMPT_TOKENS, WORKERS = Numbers(1_000, 10_000, 100_000), Numbers(8, 64)
 
 

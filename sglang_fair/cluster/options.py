@@ -4,6 +4,7 @@ Pure, except that a cost or a cost model may be read from a file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +12,9 @@ from router.batches.folder import check as check_batches
 from router.gateway import limits, otlp
 from router.gateway.access import proxies
 from router.gateway.access.quota import check_store
-from router.placement import build, parse_options, plans
+from router.placement import build, parameters, parse_options, plans
 from sglang_fair.cluster import models
-from sglang_fair.common.deadlines import make_classes
+from sglang_fair.common.deadlines import DEFAULT_CLASSES, make_classes
 from sglang_fair.common.files import read_json
 from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.interaction import make_apps
@@ -26,13 +27,19 @@ from sglang_fair.core.policy import Policy
 from sglang_fair.core.throttle import make_rules
 from sglang_fair.settings import protection, setting
 from sglang_fair.settings.setting import SettingError as ConfigError
-from sglang_fair.settings.table import STOCK_PREFIX, Cluster
+from sglang_fair.settings.table import FINISH_S, STOCK_PREFIX, Cluster
 from sglang_fair.sim.emulation import Emulation
 from sglang_fair.tenants.file import read as read_tenants
 
 __all__ = ["ConfigError", "Device", "Options", "check"]
 
 Device = Literal["cpu", "cuda"]
+
+USUAL = "d2lpm-queue"
+"""The placement where there are no deadlines and no models to load."""
+
+LONGEST_FINISH_S = 1e9
+"""In place of inf, which JSON has not."""
 
 OURS: Mapping[str, str] = {
     "--host": "--host",
@@ -67,8 +74,19 @@ READ = {*OURS, *NOT_HERE, *TENSOR, *PIPELINE, *DATA, "--page-size"}
 SHORTEST_BEGINNING = len("--base")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Options(Cluster):
     """One cluster as asked for. Quanta and weights are in service units (see `core.cost`)."""
+
+    def __post_init__(self) -> None:
+        if self.placement is None:
+            has_deadlines = self.swap != "none" or dict(self.slo_classes) != dict(DEFAULT_CLASSES)
+            object.__setattr__(self, "placement", "deadline" if has_deadlines else USUAL)
+
+    def placement_name(self) -> str:
+        """That which was asked for, or follows from what else was."""
+        assert self.placement is not None
+        return self.placement
 
     def model_names(self) -> dict[str, str]:
         """What each model is called, and what --model would be for it; "" is the name of --model itself. Raises
@@ -102,7 +120,7 @@ class Options(Cluster):
 
     def needs_loads(self) -> bool:
         """Whether the router has to know how large replicas' caches are, and how full."""
-        return self.throttle == "oit" or plans(self.placement)
+        return self.throttle == "oit" or plans(self.placement_name())
 
     def service_cost(self) -> Cost:
         """What service costs in the replicas. Raises ValueError."""
@@ -116,11 +134,15 @@ class Options(Cluster):
         return policy_options.make(self.policy, self.policy_options, quantum=self.quantum, weights=weights)
 
     def placement_parameters(self) -> dict[str, Any]:
-        """The placement's. One that can use it is told that replicas take requests back for urgent ones."""
-        given = dict(parse_options(self.placement_options))
-        policy = self.scheduler()
-        evicts = policy is not None and policy.evictions > 0 and hasattr(build(self.placement), "evicts")
-        return {"evicts": True} | given if evicts else given
+        """The placement's. One that can use it is told that replicas take requests back for urgent ones, and for how
+        long streams go on at one that is to load another model."""
+        policy, known = self.scheduler(), parameters(self.placement_name())
+        found: dict[str, Any] = {}
+        if policy is not None and policy.evictions > 0 and "evicts" in known:
+            found["evicts"] = True
+        if self.swap_finish_s != FINISH_S and "finish_s" in known:
+            found["finish_s"] = min(self.swap_finish_s, LONGEST_FINISH_S)
+        return found | parse_options(self.placement_options)
 
 
 def check(options: Options) -> None:
@@ -145,7 +167,10 @@ def check(options: Options) -> None:
         ("apps", lambda: options.apps and make_apps(read_json(options.apps), options.apps)),
         ("policy_options", lambda: _check_policy(options)),
         ("payer", lambda: make_payers(options.payer)),
-        ("placement_options", lambda: build(options.placement, **parse_options(options.placement_options))),
+        (
+            "placement_options",
+            lambda: build(options.placement_name(), **parse_options(options.placement_options)),
+        ),
         ("gateway_options", lambda: limits.parse(options.gateway_options)),
         ("trusted_proxies", lambda: proxies.parse(options.trusted_proxies or "")),
         ("limit_store", lambda: check_store(options.limit_store)),
@@ -161,8 +186,10 @@ def check(options: Options) -> None:
             raise ConfigError(str(error), field) from None
     if options.placement == "qlm" and (missing := missing_extra("scipy")):
         raise ConfigError(missing, "placement")
-    if options.scale_up and not plans(options.placement):
-        raise ConfigError("--scale-up is for --placement qlm, which says what is missing", "scale_up")
+    if options.scale_up and not plans(options.placement_name()):
+        raise ConfigError(
+            "--scale-up is for --placement deadline or qlm, which say what is missing", "scale_up"
+        )
     _check_extra(options.extra)
     protection.check_certificate(options)
     for field in ("host", *(("admin_host",) if options.admin_port is not None else ())):

@@ -50,6 +50,20 @@ class LazyHeap(Generic[Item]):
             heappop(entries)
         return None
 
+    def smallest(self, most: int) -> list[Item]:
+        """The first items in order, at most so many of them. Fewer if `most` dead entries lie among them."""
+        entries, live = self._entries, self._live
+        frontier, found = ([(entries[0], 0)] if entries else []), list[Item]()
+        for _ in range(2 * most):
+            if not frontier or len(found) == most:
+                break
+            entry, at = heappop(frontier)
+            if live.get(entry[1]) is entry:
+                found.append(entry[1])
+            for child in range(2 * at + 1, min(2 * at + 3, len(entries))):
+                heappush(frontier, (entries[child], child))
+        return found
+
     def floor(self, most: int) -> Any:
         """A key that no item's is below, in a time that does not depend on how many were removed: the smallest one if
         at most `most` dead entries are in front of it. They are dropped, so a later call comes to it; None when empty.

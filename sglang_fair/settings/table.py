@@ -583,8 +583,13 @@ class Cluster(
         str, About("cpu, cuda (a GPU for each replica), or auto.", choices=("auto", "cpu", "cuda"))
     ] = "auto"
     placement: Annotated[
-        str, About("Which replica serves a request.", registry="router.placement:PLACEMENTS")
-    ] = "d2lpm-queue"
+        str | None,
+        About(
+            "Which replica serves a request.",
+            registry="router.placement:PLACEMENTS",
+            unset="deadline with --swap or --slo-classes, else d2lpm-queue",
+        ),
+    ] = None
     worker_quantum: Annotated[
         float | None,
         About(
@@ -607,8 +612,8 @@ class Cluster(
     scale_up: Annotated[
         int,
         About(
-            "With placement qlm: so many more replicas are started, at most, while it says for a while that "
-            "deadlines cannot be met without. 0: none.",
+            "With placement deadline or qlm: so many more replicas are started, at most, while it says for a while "
+            "that deadlines cannot be met without. 0: none.",
             metavar="N",
             at_least=0,
         ),

@@ -131,7 +131,7 @@ def test_replicas_are_started_and_what_fails_is_said(monkeypatch: pytest.MonkeyP
 
 def test_scale_up_needs_queues_with_deadlines() -> None:
     check(Options(placement="qlm", scale_up=2))
-    with pytest.raises(ConfigError, match="--scale-up is for --placement qlm"):
+    with pytest.raises(ConfigError, match="--scale-up is for --placement deadline or qlm"):
         check(Options(scale_up=2))
     with pytest.raises(ConfigError, match="--scale-up must be at least 0"):
         check(Options(placement="qlm", scale_up=-1))

@@ -98,11 +98,9 @@ def test_nobody_goes_while_nothing_is_missing_or_measured():
     assert Preemption(3).choose(urgent(), MISSING, late, 0.0) == []
 
 
-def test_one_that_is_overdue_does_not_keep_the_others_waiting():
-    """It is next all the same."""
-    lax, soon = running("lax", deadline_s=1e6), running("soon", deadline_s=-0.9)
-    assert names(measured().choose(urgent(-1.0), MISSING, [lax, soon], 0.0)) == ["lax"]
-    assert measured().choose(urgent(-1.0), MISSING, [soon], 0.0) == []
+def test_nobody_goes_for_one_that_is_late_already():
+    assert names(measured().choose(urgent(0.1), MISSING, [running("lax", deadline_s=1e6)], 0.1)) == ["lax"]
+    assert measured().choose(urgent(0.1), MISSING, [running("lax", deadline_s=1e6)], 0.2) == []
 
 
 # ---- whom
@@ -110,8 +108,8 @@ def test_one_that_is_overdue_does_not_keep_the_others_waiting():
 
 def test_tier_1_goes_first_then_the_largest_slack_then_the_latest():
     runners = [
-        running("same", deadline_s=5.2),
-        running("later", deadline_s=50.0),
+        running("chat", deadline_s=124.0),
+        running("later", deadline_s=126.0),
         running("never"),
         running("never, too", arrival=7),
         running("beyond, due soon", tier=1, deadline_s=0.1),

@@ -199,7 +199,7 @@ TRIAL = str(values_file("cpu-trial"))
         (["--set", "model.name="], "minLength: got 0, want 1"),
         (["--set", "batches.size=many"], "does not match pattern"),
         (["--set", "settings.router.placement=qlm", "--set", "router.count=2"],
-         "router.count is 2, and placement qlm orders the replicas' queues from one router alone"),
+         "router.count is 2, and placements deadline and qlm hold requests in one router alone"),
         (["--set", "insecure=false"], "set curve.existingSecret to a secret of the keys that `sglang-fair keys` makes"),
         (["--set", "insecure=false", "--set", "curve.existingSecret=c"], "set gateway.tls.existingSecret"),
         (["--set", "insecure=false", "--set", "curve.existingSecret=c", "--set", "gateway.tls.existingSecret=t"],

@@ -265,7 +265,11 @@ def test_centralized_dlpm_hears_what_is_placed_and_nothing_is_known_by_what_is_g
     assert admitted == [("1", 64, 0), ("3", 0, 0)]
 
 
-HOLDING = {"centralized_dlpm": {"slots": 1}, "qlm": {"kv_tokens": 64, "chunk_tokens": 0}}
+HOLDING = {
+    "centralized_dlpm": {"slots": 1},
+    "deadline": {"kv_tokens": 64, "chunk_tokens": 0, "tiers": False},
+    "qlm": {"kv_tokens": 64, "chunk_tokens": 0},
+}
 """Placements that hold requests, such that a worker has one at a time."""
 
 

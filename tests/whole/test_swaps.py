@@ -118,7 +118,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def begun(folders: dict[str, Path]) -> Iterator[tuple[Cluster, Answers]]:
     """With what its replicas say before any of them has loaded anything else."""
     named = f"a={folders['a']}:2,b={folders['b']}:1"
-    options = ("--swap", "all", "--swap-finish", "0", "--slo-classes", CLASSES)
+    options = ("--placement", "d2lpm-queue", "--swap", "all", "--swap-finish", "0", "--slo-classes", CLASSES)
     with Cluster("--models", named, *options, *SMALL) as made:
         alone = {}
         for name, at in (("a", 0), ("b", 1)):

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 from router.placement import PLACEMENTS
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.bench.gateway import DidNotStart
+from sglang_fair.cluster.options import USUAL
 from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core import POLICIES
 from sglang_fair.settings.commands import Mistake, Option, PassedOn, choices, run
@@ -157,7 +158,7 @@ def isolation(
     policies: Annotated[
         str, Option(metavar="POLICY,...", help="Ours, comma separated; stock SGLang is always there.")
     ] = "dlpm,vtc",
-    placement: Annotated[str, choices(list(PLACEMENTS), "Before our policies.")] = Cluster.placement,
+    placement: Annotated[str, choices(list(PLACEMENTS), "Before our policies.")] = USUAL,
     light: Annotated[int, Option(metavar="N", help="Light clients beside the one that floods.")] = 1,
     replicas: Annotated[int, Option(metavar="N", help="In each cluster.")] = 4,
     gpu: Annotated[str, Option(help="The emulated GPU.")] = "a100-80g",

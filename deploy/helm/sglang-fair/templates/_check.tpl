@@ -2,7 +2,7 @@
 {{- define "fair.check" -}}
 {{- $v := .Values -}}
 {{- if and (include "fair.plans" .) (gt (int $v.router.count) 1) -}}
-{{- fail (printf "router.count is %d, and placement qlm orders the replicas' queues from one router alone: set router.count to 1" (int $v.router.count)) -}}
+{{- fail (printf "router.count is %d, and placements deadline and qlm hold requests in one router alone: set router.count to 1" (int $v.router.count)) -}}
 {{- end -}}
 {{- if and $v.swap.models (gt (int $v.router.count) 1) -}}
 {{- fail (printf "router.count is %d, and an agent reports to one router: with swap.models set router.count to 1" (int $v.router.count)) -}}

@@ -53,7 +53,7 @@ labels:
 
 {{- /* "true" if the placement plans; else empty. */ -}}
 {{- define "fair.plans" -}}
-{{- if eq (include "fair.placement" .) "qlm" -}}true{{- end -}}
+{{- if has (include "fair.placement" .) (list "deadline" "qlm") -}}true{{- end -}}
 {{- end -}}
 
 {{- /* "true" if the router has to know how full the replicas are. */ -}}

@@ -1,0 +1,297 @@
+"""Which model a replica loads: another one when more requests come in time by that than are lost.
+
+    in time    what waits for a model is walked by due time, tier 0 first (worth 1, tier 1 `AHEAD_WORTH`): as much as
+               the replicas have free and can work off until then, in tokens and in prompt tokens
+    away       the time to load; and until what runs has ended, where that is awaited
+    gain       more in time for the model that waits, from when the replica has it
+    loss       less in time for the model that it has, and what will come for that and will not be served in time
+    urgent     the gain is larger, and would be smaller if another swap went first; and if anybody waits for what the
+               replica has, it has had that for as long as loading takes and for its stay. What runs is taken back
+    voluntary  nobody waits for what the replica has, nothing is lost, and it is worth it. What runs there ends first
+    a turn     nobody has the model, none of it was sent for long, and the replica has had its own for four times as
+               long as loading takes: so nobody starves, and at most half of the time goes into loading
+    stay       a stream that is taken back pauses until its model is back. Over its answer pauses are to last no longer
+               than the time to its first token that was promised: an answer that takes `mean` seconds pauses
+               `mean / stay` times, each for as long as the model was away last. So stay = absence · mean / promised
+
+A look costs O(models² · buckets). Replicas that are ready count as one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from router.placement.deadline.line import Due, Line
+from router.placement.deadline.replica import Replica
+
+LOOK_S = 0.5
+AHEAD_WORTH = 0.01
+STARVES, STARVES_S, PROTECTS, EMPTY = 4.0, 60.0, 10.0, 4.0
+UNKNOWN_S = 20.0
+"""Of an answer of which nothing is known."""
+MOST_MORE = 64
+"""Replicas that may be said to be missing."""
+
+
+class Capacity(NamedTuple):
+    """Replicas that are ready at the same time: free tokens, and tokens and prompt tokens a second."""
+
+    ready_s: float
+    free: float
+    rate: float
+    prefill: float
+
+
+class Swap(NamedTuple):
+    """The best is the largest."""
+
+    rank: int
+    """2 urgent, 1 voluntary, 0 a turn."""
+    worth: float
+    replica: str
+    model: str
+    away_s: float
+
+
+def in_time(dues: Sequence[Sequence[Due]], capacities: Sequence[Capacity]) -> float:
+    """What of it can be served in time."""
+    found = used = used_prompt = 0.0
+    for worth, tier in zip((1.0, AHEAD_WORTH), dues, strict=True):
+        for due_s, count, tokens, prompt_tokens in tier:
+            left, left_prompt = -used, -used_prompt
+            for ready_s, free, rate, prefill in capacities:
+                if due_s > ready_s:
+                    left += free + rate * (due_s - ready_s)
+                    left_prompt += prefill * (due_s - ready_s)
+            if left <= 0 or left_prompt <= 0:
+                continue
+            part = min(1.0, left / tokens, left_prompt / prompt_tokens if prompt_tokens else 1.0)
+            found += worth * part * count
+            used += part * tokens
+            used_prompt += part * prompt_tokens
+    return found
+
+
+@dataclass
+class Models:
+    """`finish_s`: for so long what runs may go on before an urgent swap."""
+
+    lines: Mapping[str, Line]
+    replicas: Mapping[str, Replica]
+    finish_s: float
+    missing: dict[str, int] = field(default_factory=dict)
+    """By model, how many more replicas would do."""
+    short: dict[str, int] = field(default_factory=dict)
+    """By model, for how many looks in a row some of tier 0 could not be in time."""
+    missing_since_s: float = 0.0
+
+    def look(self, now_s: float) -> list[Swap]:
+        """The swaps that are to begin, each replica at most once. They are in the replicas' `target` then."""
+        for one in self.replicas.values():
+            if one.loaded is not None and not one.is_urgent:
+                one.target = None  # what has not begun is judged anew
+        look = _Look(self, now_s)
+        found: list[Swap] = []
+        while (swap := look.best()) is not None:
+            look.order(swap)
+            found.append(swap)
+        for model in [model for model in self.short if model not in look.dues]:
+            del self.short[model]
+        for model in look.dues:
+            self.short[model] = self.short.get(model, 0) + 1 if look.lacks(model) else 0
+        return found
+
+    def measure(self, now_s: float) -> None:
+        """Counts the replicas that are missing."""
+        look = _Look(self, now_s)
+        missing = {model: more for model in look.dues if (more := look.missing(model))}
+        if not self.missing:
+            self.missing_since_s = now_s
+        self.missing = missing
+
+
+class _Look:
+    def __init__(self, models: Models, now_s: float) -> None:
+        self._models, self._now_s = models, now_s
+        self._lines, self._replicas = models.lines, models.replicas
+        self.dues = {model: line.dues(now_s) for model, line in self._lines.items() if line.items}
+        self._rates: dict[str, tuple[float, float]] = {}
+        self._walked: dict[tuple[str, float, str], float] = {}
+        self._at: dict[str, list[Replica]] = {}
+        self._count()
+
+    # -- what replicas can do
+
+    def _count(self) -> None:
+        self._at = {}
+        for one in self._replicas.values():
+            if one.takes and (model := one.target or one.loaded) is not None:
+                self._at.setdefault(model, []).append(one)
+        self._capacities = {model: self._of(model, some) for model, some in self._at.items()}
+        self._base = {
+            model: in_time(dues, self._capacities.get(model, ())) for model, dues in self.dues.items()
+        }
+
+    def _of(self, model: str, replicas: Iterable[Replica]) -> list[Capacity]:
+        found: dict[float, Capacity] = {}
+        for one in replicas:
+            rate, prefill = self._rate(model, one)
+            if one.target is None:
+                ready_s, free = self._now_s, max(0.0, one.kv_tokens - one.held)
+            else:
+                ready_s, free = max(self._now_s, one.ready_s), self._kv(model, one)
+            known = found.get(ready_s)
+            if known is not None:
+                free, rate, prefill = known.free + free, known.rate + rate, known.prefill + prefill
+            found[ready_s] = Capacity(ready_s, free, rate, prefill)
+        return list(found.values())
+
+    def _kv(self, model: str, one: Replica) -> float:
+        return self._line(model).kv_tokens or one.kv_tokens
+
+    def _line(self, model: str) -> Line:
+        return self._lines.get(model) or Line()
+
+    def _rate(self, model: str, one: Replica) -> tuple[float, float]:
+        """Tokens and prompt tokens a second: this replica's, else another's, else guessed."""
+        rate, prefill = one.rates.get(model), one.prefills.get(model)
+        if rate is None or prefill is None:
+            if model not in self._rates:
+                rates = [other.rates[model] for other in self._replicas.values() if model in other.rates]
+                fills = [
+                    other.prefills[model] for other in self._replicas.values() if model in other.prefills
+                ]
+                guess = self._kv(model, one) / (self._line(model).mean_s or UNKNOWN_S)
+                self._rates[model] = (
+                    sum(rates) / len(rates) if rates else guess,
+                    sum(fills) / len(fills) if fills else inf,
+                )
+            guessed = self._rates[model]
+            rate, prefill = guessed[0] if rate is None else rate, guessed[1] if prefill is None else prefill
+        return rate, prefill
+
+    def _with(self, model: str, one: Replica, away_s: float) -> float:
+        """In time for `model` if this replica comes to it after `away_s`."""
+        key = model, away_s, "" if model not in one.rates else one.name
+        found = self._walked.get(key)
+        if found is None:
+            more = Capacity(self._now_s + away_s, self._kv(model, one), *self._rate(model, one))
+            found = self._walked[key] = in_time(self.dues[model], [*self._capacities.get(model, ()), more])
+        return found
+
+    # -- shortage
+
+    def lacks(self, model: str) -> bool:
+        """Some of tier 0 cannot be in time."""
+        count = sum(due.requests for due in self.dues[model][0])
+        return self._line(model).hopeless[0] > 0.5 or count - self._base[model] > 0.5
+
+    def missing(self, model: str) -> int:
+        """The fewest replicas more with which all of tier 0 are in time, those that are late as if they came now."""
+        if not self.lacks(model):
+            return 0
+        line = self._line(model)
+        late = line.hopeless
+        dues = self.dues[model][0]
+        if late[0]:
+            dues = sorted([*dues, Due(self._now_s + min(line.shortest_s(self._now_s), 3_600.0), *late)])
+        one = next(iter(self._at.get(model) or self._replicas.values()), None)
+        if one is None:
+            return 0
+        rate, prefill = self._rate(model, one)
+        more, count = 1, sum(due.requests for due in dues)
+        while more < MOST_MORE:
+            added = Capacity(self._now_s, more * self._kv(model, one), more * rate, more * prefill)
+            if count - in_time((dues, ()), [*self._capacities.get(model, ()), added]) < 0.5:
+                break
+            more += 1 if more < 8 else 8
+        return more
+
+    # -- swaps
+
+    def order(self, swap: Swap) -> None:
+        """It begins."""
+        one = self._replicas[swap.replica]
+        one.target, one.is_urgent, one.ready_s = swap.model, swap.rank == 2, self._now_s + swap.away_s
+        self._walked = {}
+        self._count()
+
+    def best(self) -> Swap | None:
+        """The one that is to begin now."""
+        found: list[Swap] = []
+        for has, some in self._at.items():
+            givers = [one for one in some if one.target is None and len(one.swap_s) > 1]
+            wanted = [model for model in self.dues if model != has]
+            if not givers or not wanted:
+                continue
+            giver = min(givers, key=lambda one: (self._tail_s(one), one.held, one.name))
+            without = None
+            for model in wanted:
+                if not giver.can_load(model, self._now_s):
+                    continue
+                if without is None:
+                    others = self._of(has, [one for one in some if one is not giver])
+                    without = in_time(self.dues[has], others) if has in self.dues else 0.0
+                swap = self._judge(giver, has, model, self._base.get(has, 0.0) - without, len(some) > 1)
+                if swap is not None:
+                    found.append(swap)
+        return max(found, default=None)
+
+    def _judge(self, one: Replica, has: str, model: str, loss: float, is_elsewhere: bool) -> Swap | None:
+        line, swap_s, now_s = self._lines[model], one.swap_s[model], self._now_s
+        tail_s = self._tail_s(one)
+        away_s, away_all_s = swap_s + min(tail_s, self._models.finish_s), swap_s + tail_s
+        back_s, waits = one.swap_s.get(has, swap_s), has in self.dues
+        rate = sum(each.rate for each in self._capacities.get(model, ()))
+        base, most = self._base[model], _worth(self.dues[model])
+        gain = 0.0 if base > most - 1e-6 else self._with(model, one, away_s) - base
+        here = self._rate(model, one)[0]
+        gone_s = away_s + line.tokens / (rate + here) + line.slowest_s + back_s
+        cost = loss + self._future(has, gone_s, one)
+        had_s = now_s - one.since_s
+        may_go = had_s >= max(swap_s if waits else 0.0, self._stay_s(one, has, is_elsewhere))
+        if gain > cost and may_go and self._with(model, one, away_s + swap_s + LOOK_S) < base + gain - 1e-9:
+            return Swap(2, (gain - cost) / away_s, one.name, model, away_s)
+        is_slack = self._line(has).shortest_s(now_s) > PROTECTS * (away_all_s + back_s)
+        if not waits:
+            gain = gain and self._with(model, one, away_all_s) - base
+            work_s = line.tokens / here
+            empty_s = -1.0 if one.empty_s is None else now_s - one.empty_s
+            is_worth_it = empty_s >= (0.0 if is_elsewhere or is_slack else EMPTY * swap_s) or (
+                (is_slack or is_elsewhere) and work_s > away_all_s / 2
+            )
+            waits_s = line.tokens / rate if rate else inf
+            if gain >= cost and waits_s > 2 * away_all_s and is_worth_it:
+                return Swap(1, work_s / away_all_s, one.name, model, away_all_s)
+        starves_s = STARVES * max(STARVES_S, line.shortest_s(now_s))
+        if model not in self._at and now_s - line.fed_s >= starves_s and had_s >= STARVES * away_all_s:
+            return Swap(0, now_s - line.fed_s, one.name, model, away_all_s)
+        return None
+
+    def _tail_s(self, one: Replica) -> float:
+        """Until what runs there has ended."""
+        if not one.flights:
+            return 0.0
+        return max(0.0, self._line(one.loaded or "").slowest_s - (self._now_s - one.sent_s))
+
+    def _future(self, model: str, gone_s: float, one: Replica) -> float:
+        """What comes meanwhile for `model`, is due before the replica is back, and cannot be done by its others."""
+        found = tokens = 0.0
+        for slo_s, asked in self._line(model).asked.items():
+            per_s, tokens_per_s = asked.per_s(self._now_s)
+            found += per_s * max(0.0, gone_s - slo_s)
+            tokens += tokens_per_s
+        others = sum(each.rate for each in self._capacities.get(model, ())) - self._rate(model, one)[0]
+        return found * max(0.0, 1 - max(0.0, others) / tokens) if found else 0.0
+
+    def _stay_s(self, one: Replica, has: str, is_elsewhere: bool) -> float:
+        line = self._line(has)
+        if not one.flights or is_elsewhere:
+            return 0.0
+        promised_s = min(flight.slo_s for flight in one.flights.values())
+        return min(line.slowest_s, line.absence_s * line.mean_s / promised_s)
+
+
+def _worth(dues: Sequence[Sequence[Due]]) -> float:
+    return sum(due.requests for due in dues[0]) + AHEAD_WORTH * sum(due.requests for due in dues[1])
