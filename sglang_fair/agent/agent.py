@@ -16,7 +16,7 @@ from router.events import Agent as Report
 from router.events import Exchange, ProtocolError, decode_answer, encode
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.agent.ahead import read_ahead
-from sglang_fair.agent.replica import Failed, Gone, ReplicaClient
+from sglang_fair.agent.replica import ReplicaClient
 from sglang_fair.agent.steps import Steps
 from sglang_fair.cluster.plan import AGENT_READY
 from sglang_fair.common.curve import Keys
@@ -92,23 +92,15 @@ class Agent:
             do = self._steps.next()
             if do.after_s:
                 await self._pause(do.after_s)
-                if self._steps.next() != do:
+                if self._steps.next() is not do:
                     continue  # an order has come
             before = self._said()
-            if do.step == "look":
-                self._steps.saw(await replica.look(), time.monotonic())
-            else:
+            if do.step != "look":
                 log.info("%s: %s", do.step, do.model)
-                error, is_gone = "", False
-                try:
-                    await replica.do(do)
-                except Failed as failed:
-                    error = str(failed)
-                except Gone as gone:
-                    error, is_gone = str(gone), True
-                if error:
-                    log.warning("%s of %s failed: %s", do.step, do.model, error)
-                self._steps.did(do, error, time.monotonic(), is_gone=is_gone)
+            answer = await replica.do(do)
+            if answer.error and do.step != "look":
+                log.warning("%s of %s failed: %s", do.step, do.model, answer.error)
+            self._steps.answer(answer, time.monotonic())
             self._learn()
             if self._said() != before:
                 self._changed.set()

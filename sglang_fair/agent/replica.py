@@ -9,9 +9,9 @@ from typing import Any
 
 import aiohttp
 
-from sglang_fair.agent.steps import Do
+from sglang_fair.agent.steps import Answer, Do
 from sglang_fair.common.service_keys import replica_key
-from sglang_fair.common.swapping import HEADER_MODEL, HEADER_PROBE, PATH, Seen, seen
+from sglang_fair.common.swapping import HEADER_MODEL, HEADER_PROBE, PATH, seen
 from sglang_fair.models import checkpoint
 
 LOOK_TIMEOUT_S = 10.0
@@ -58,17 +58,21 @@ class ReplicaClient:
         assert self._session is not None
         await self._session.close()
 
-    async def look(self) -> Seen | None:
-        """How the replica is; None if it does not answer."""
+    async def do(self, step: Do) -> Answer:
+        """One step, and what came of it."""
         try:
-            found = seen(await self._ask("GET", PATH, timeout_s=LOOK_TIMEOUT_S))
-        except (Failed, Gone, ValueError):
-            return None
-        self._run = found.run
-        return found
+            if step.step == "look":
+                found = seen(await self._ask("GET", PATH, timeout_s=LOOK_TIMEOUT_S))
+                self._run = found.run
+                return Answer(found)
+            await self._do(step)
+        except (Failed, ValueError) as error:
+            return Answer(error=str(error))
+        except Gone as error:
+            return Answer(error=str(error), is_gone=True)
+        return Answer()
 
-    async def do(self, step: Do) -> None:
-        """One step other than `look`. Raises `Failed` and `Gone`."""
+    async def _do(self, step: Do) -> None:
         match step.step:
             case "check":
                 await asyncio.to_thread(self._check, step.model)

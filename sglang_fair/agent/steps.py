@@ -1,26 +1,23 @@
 """In which order an agent exchanges a replica's model, and what it does when something fails. Pure.
 
-There is a goal, the model that the replica is to have. Each look at the replica says how far it is from that, and the
-steps that follow are taken one by one; each is a `Do`, and what came of it is told by `did`:
+The steps come one by one from a generator, which reads as the order in which they are taken; what came of each is its
+`Answer`. There is a goal, the model that the replica is to have, and each look says how far it is from that:
 
-    the replica            what follows
-    serves the goal        nothing: it is reached
-    serves another one     check (the weights are there and fit), empties (the gate is shut), and look again
-    empties, holds some    look again: what is inside finishes. One left queued would go on under the wrong weights
+    serves another one     check (the weights are there and fit), empties (the gate is shut)
+    empties, holds some    wait: what is inside finishes. One left queued would go on under the wrong weights
     empties                loads (the weights are nobody's from here on), pause, load, flush, resume, probe, serves
     empties, has the goal  resume, serves: nothing was changed
-    loads                  as after `empties`: whoever began this has not finished it
+    loads                  as after `empties`: whatever began this has not finished it
     is another process     it has its first model: the order has failed
 
-An order makes its model the goal. If a step from `loads` on fails, the old model is the goal, then the ordered one
-again, and so on until one is loaded: nobody is let in meanwhile. What the replica is like is asked, not remembered, so
-an agent that was killed is followed by one that goes on where the replica is: a gate that was shut is opened again,
-weights that are nobody's are loaded.
+If a step from `loads` on fails, the old model is the goal, then the ordered one again, and so on until one is loaded:
+no request is let in meanwhile. What the replica is like is asked, not remembered, so an agent that was killed is
+followed by one that goes on where the replica is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sglang_fair.common.swapping import Seen
 
@@ -30,10 +27,8 @@ LOADING: tuple[Step, ...] = ("loads", "pause", "load", "flush", "resume", "probe
 
 EMPTY_S = 120.0
 """Longest wait for requests inside. The router knows of none by then; others came past it."""
-
 LOOK_S, EMPTIES_S = 1.0, 0.02
 """Between two looks at the replica: usually, and while it empties."""
-
 RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
 """Before something is loaded again; twice as long each time."""
 
@@ -47,15 +42,24 @@ class Do:
     after_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Ended:
-    """An order is over. `error`: why it failed; "": it did not."""
+class Answer(NamedTuple):
+    """What came of a step: how the replica is, after a look; why the step failed, and whether it did not answer."""
+
+    seen: Seen | None = None
+    error: str = ""
+    is_gone: bool = False
+
+
+class Ended(NamedTuple):
+    """An order is over. `error`: why it failed; "": it did not. The gate was shut for `shut_s`."""
 
     number: int
     model: str
     error: str
     shut_s: float
-    """From when the gate was shut until it opened."""
+
+
+_Take = Generator[Do, Answer, Seen]
 
 
 class Steps:
@@ -64,161 +68,121 @@ class Steps:
     def __init__(self, models: Sequence[str]) -> None:
         """`models` are those that the replica can load."""
         self._models = tuple(models)
-        self._seen: Seen | None = None
-        self._goal = ""
-        self._plan: list[Do] = []
-        self._number = self._done = 0
-        self._ordered = self._before = ""
-        """What was ordered, and what was loaded then."""
-        self._fault = self._error = ""
-        """Why the order under way is being undone, and why the last one failed."""
-        self._failures = 0
-        """Of loading, since something was last loaded."""
-        self._since_s = 0.0
-        """When the goal was set."""
-        self._shut_s = 0.0
-        self.ended: list[Ended] = []
-        """Orders that are over, for whoever takes them from here."""
-
-    # -- what is known
-
-    @property
-    def loaded(self) -> str:
+        self.loaded = ""
         """What the replica serves; "": nothing, or that is not known."""
-        is_settled = self._seen is not None and self._seen.state == "serves" and not self._goal
-        return self._seen.loaded if is_settled and self._seen is not None else ""
-
-    @property
-    def done(self) -> int:
-        """The last order that is over."""
-        return self._done
-
-    @property
-    def error(self) -> str:
-        """Why that one failed; "": it did not."""
-        return self._error
-
-    @property
-    def busy(self) -> int:
-        """The order that is carried out, 0: none."""
-        return self._number
-
-    @property
-    def ordered(self) -> str:
-        """What that is to load."""
-        return self._ordered if self._number else ""
-
-    # -- what happens
-
-    def order(self, number: int, model: str, now_s: float) -> None:
-        """The router says what to load. While something is under way, and if it is over already, that changes
-        nothing: it is said again."""
-        if number <= self._done or self._goal or self._seen is None:
-            return
-        self._number, self._ordered, self._before = number, model, self._seen.loaded
+        self.busy = self.done = 0
+        """The order that is carried out, 0: none; and the last one that is over."""
+        self.ordered = ""
+        """What the order under way is to load."""
+        self.error = ""
+        """Why the last order failed; "": it did not."""
+        self.ended: list[Ended] = []
+        """Orders that are over, to be taken from here."""
+        self._now_s = self._shut_s = 0.0
         self._fault = ""
-        if model not in self._models:
-            self._shut_s = now_s
-            self._end(f"there is no model {model[:100]!r} here", now_s)
-            return
-        self._aim(model, now_s)
-        self._decide(self._seen, now_s)
+        """Why the order under way is being undone."""
+        self._steps = self._serve()
+        self._do = next(self._steps)
 
     def next(self) -> Do:
-        """What to do now."""
-        if self._plan:
-            return self._plan[0]
-        return Do("look", self._goal, 0.0 if self._seen is None else LOOK_S)
+        """What to do now; the same object until its answer, or an order, has come."""
+        return self._do
 
-    def saw(self, seen: Seen | None, now_s: float) -> None:
-        """The replica says how it is; None: it does not answer."""
-        if seen is None:  # what it was it may still be; if it has died, its successor says so
-            self._plan = [Do("look", self._goal, LOOK_S)]
-            return
-        before, self._seen = self._seen, seen
-        self._plan = []
-        if before is not None and before.run != seen.run:
-            self._goal, self._failures = "", 0
-            if self._number:
-                self._end("the replica was restarted", now_s)
-        self._decide(seen, now_s)
+    def answer(self, answer: Answer, now_s: float) -> None:
+        """What came of `next`."""
+        self._now_s = now_s
+        self._do = self._steps.send(answer)
 
-    def did(self, do: Do, error: str, now_s: float, *, is_gone: bool = False) -> None:
-        """A step other than `look` was done, or failed because of `error`; `is_gone`: the replica did not answer, and
-        is looked at before anything else."""
-        if not self._plan or self._plan[0].step != do.step:
-            return
-        if not error:
-            self._plan.pop(0)
-            if do.step == "empties" and self._number and not self._fault:
-                self._shut_s = now_s
-            if do.step == "serves":
-                self._plan = [Do("look", do.model)]
-            return
-        if do.step == "check":
-            self._give_up(error, now_s)
-        elif do.step in LOADING and do.step != "serves":
-            self._failures += 1
-            self._fault = self._fault or error
-            self._aim(self._other(do.model), now_s)
-        self._plan = [Do("look", self._goal, RETRY_S if is_gone or do.step == "serves" else 0.0)]
+    def order(self, number: int, model: str, now_s: float) -> None:
+        """The router says what to load. While something is under way, and if it is over already, that changes nothing:
+        it is said again."""
+        if number > self.done and self.loaded and not self.busy:
+            self.busy, self.ordered, self._fault, self._shut_s = number, model, "", now_s
+            self.answer(Answer(), now_s)
 
     # -- inside
 
-    def _aim(self, goal: str, now_s: float) -> None:
-        self._goal, self._since_s = goal, now_s
-
-    def _other(self, model: str) -> str:
-        """What to load where `model` could not be."""
-        if not self._before:
-            return self._models[(self._models.index(model) + 1) % len(self._models)]
-        return self._before if model != self._before else self._ordered or model
-
-    def _give_up(self, error: str, now_s: float) -> None:
-        """Nothing has been changed, and nothing is going to be."""
-        self._fault = error
-        self._aim(self._before, now_s)
-
-    def _decide(self, seen: Seen, now_s: float) -> None:
-        """What follows from how the replica is."""
-        if not self._goal and seen.state != "serves":
-            found = seen.loaded or seen.target
-            self._before = ""
-            self._aim(found if found in self._models else self._models[0], now_s)
-        goal = self._goal
-        if not goal:
-            return
-        if seen.state == "serves" and seen.loaded == goal:
-            self._reached(now_s)
-        elif seen.state == "serves":
-            self._plan = [Do("check", goal), Do("empties", goal), Do("look", goal)]
-        elif seen.state == "empties" and seen.loaded == goal:
-            self._plan = [Do("resume", goal), Do("serves", goal)]
-        elif seen.state == "empties" and seen.in_flight:
-            if now_s - self._since_s > EMPTY_S:
-                self._give_up(f"{seen.in_flight} requests still ran after {EMPTY_S:g} s", now_s)
-                self._decide(seen, now_s)
+    def _serve(self) -> Generator[Do, Answer, None]:
+        """For ever. An order ends the wait between two looks."""
+        seen = yield from self._look()
+        while True:
+            before = seen.loaded
+            if seen.state != "serves":
+                found = seen.loaded or seen.target
+                self.loaded = ""
+                seen = yield from self._bring(seen, found if found in self._models else self._models[0], "")
+            elif self.busy and self.ordered not in self._models:
+                self._end(f"there is no model {self.ordered[:100]!r} here")
+            elif self.busy:
+                self.loaded = ""
+                seen = yield from self._bring(seen, self.ordered, before)
+                self._end(self._fault)
             else:
-                self._plan = [Do("look", goal, EMPTIES_S)]
-        else:
-            steps = [Do(step, goal) for step in LOADING]
-            self._plan = [Do(LOADING[0], goal, self._pause_s()), *steps[1:]]
+                self.loaded = seen.loaded
+                answer = yield Do("look", after_s=LOOK_S)
+                seen = answer.seen or seen  # if it does not answer, what it was it may still be
 
-    def _pause_s(self) -> float:
-        """Before another attempt at loading. The first two, of the model that was ordered and of the old one, come at
-        once."""
-        if self._failures < 2:
-            return 0.0
-        return min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(self._failures - 2, 30))
+    def _look(self, model: str = "", after_s: float = 0.0) -> _Take:
+        """Until it answers."""
+        while True:
+            answer = yield Do("look", model, after_s)
+            if answer.seen is not None:
+                return answer.seen
+            after_s = LOOK_S
 
-    def _reached(self, now_s: float) -> None:
-        self._goal, self._failures = "", 0
-        if self._number:
-            self._end(
-                "" if self._seen is not None and self._seen.loaded == self._ordered else self._fault, now_s
-            )
+    def _bring(self, seen: Seen, goal: str, before: str) -> _Take:
+        """Until the replica serves `goal`, or the model that it had `before`; or is another process."""
+        run, since_s, failures = seen.run, self._now_s, 0
+        while seen.state != "serves" or seen.loaded != goal:
+            answer = Answer()
+            if seen.state == "serves":
+                answer = yield Do("check", goal)
+                if (
+                    answer.error and not answer.is_gone
+                ):  # nothing has been changed, and nothing is going to be
+                    self._fault = answer.error
+                    return seen
+                if not answer.error:
+                    answer = yield Do("empties", goal)
+                    self._shut_s = self._now_s
+            elif seen.state == "empties" and seen.loaded == goal:
+                for step in ("resume", "serves"):
+                    answer = yield Do(step, goal)
+                    if answer.error:
+                        break
+            elif seen.state == "empties" and seen.in_flight:
+                if self._now_s - since_s > EMPTY_S:
+                    self._fault = f"{seen.in_flight} requests still ran after {EMPTY_S:g} s"
+                    goal = seen.loaded
+                    continue
+                seen = yield from self._look(goal, EMPTIES_S)
+                continue
+            else:
+                pause_s = (
+                    min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(failures - 2, 30)) if failures > 1 else 0.0
+                )
+                for step in LOADING:
+                    answer = yield Do(step, goal, pause_s if step == "loads" else 0.0)
+                    if answer.error:
+                        break
+                if answer.error and step != "serves":
+                    failures += 1
+                    self._fault = self._fault or answer.error
+                    goal = self._other(goal, before)
+            seen = yield from self._look(goal, RETRY_S if answer.is_gone else 0.0)
+            if seen.run != run:
+                self._fault = "the replica was restarted"
+                return seen
+        if goal == self.ordered:
+            self._fault = ""
+        return seen
 
-    def _end(self, error: str, now_s: float) -> None:
-        self.ended.append(Ended(self._number, self._ordered, error, max(0.0, now_s - self._shut_s)))
-        self._done, self._number, self._error = self._number, 0, error
-        self._ordered = self._fault = self._before = ""
+    def _other(self, model: str, before: str) -> str:
+        """What to load where `model` could not be."""
+        if not before:
+            return self._models[(self._models.index(model) + 1) % len(self._models)]
+        return before if model != before else self.ordered or model
+
+    def _end(self, error: str) -> None:
+        self.ended.append(Ended(self.busy, self.ordered, error, max(0.0, self._now_s - self._shut_s)))
+        self.done, self.busy, self.error, self.ordered = self.busy, 0, error, ""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_fair.agent.steps import EMPTY_S, Do, Ended, Steps
+from sglang_fair.agent.steps import EMPTY_S, Answer, Do, Ended, Steps
 from sglang_fair.common.swapping import HEADER_MODEL, HEADER_PROBE, Gate, Seen, seen
 from tests.support.budget import examples
 
@@ -86,11 +86,11 @@ def turn(steps: Steps, replica: Replica, now_s: float = 0.0) -> Do:
     """One step of the agent."""
     do = steps.next()
     if do.step == "look":
-        steps.saw(look(replica), now_s)
+        steps.answer(Answer(look(replica)), now_s)
     elif not replica.is_up:
-        steps.did(do, "gone", now_s, is_gone=True)
+        steps.answer(Answer(error="gone", is_gone=True), now_s)
     else:
-        steps.did(do, replica.do(do), now_s)
+        steps.answer(Answer(error=replica.do(do)), now_s)
     return do
 
 
@@ -129,7 +129,7 @@ def test_a_replica_that_does_not_answer_is_asked_again_and_not_at_once() -> None
     steps = Steps(MODELS)
     assert steps.next() == Do("look")
     for _ in range(3):
-        steps.saw(None, 0.0)
+        steps.answer(Answer(), 0.0)
         assert steps.next().after_s > 0
         assert steps.loaded == ""
     steps, replica = started()
@@ -166,7 +166,7 @@ def test_requests_that_do_not_end_keep_their_model() -> None:
 def test_weights_that_do_not_fit_are_not_touched() -> None:
     steps, replica = started()
     steps.order(1, "b", 0.0)
-    steps.did(Do("check", "b"), "truncated", 0.0)
+    steps.answer(Answer(error="truncated"), 0.0)
     run(steps, replica, lambda: steps.done == 1)
     assert (steps.error, steps.loaded, replica.gate.state) == ("truncated", "a", "serves")
     steps.order(2, "c", 0.0)
