@@ -23,7 +23,6 @@ from router.replica_lists.follow import following
 from router.replica_lists.sources import DnsName, ReplicaFile, Source
 from router.shell import Shell
 from router.suspects import Suspects
-from router.swaps import Swaps
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common import tls
 from sglang_fair.common.files import read_json
@@ -91,7 +90,7 @@ def make_router(settings: table.Router) -> Router:
             max_tree_tokens=settings.max_tree_tokens,
             shares=Weights(settings.client_weights) if settings.cache_share == "on" else None,
             throttling=make_throttling(settings),
-            swaps=Swaps(settings.swap_finish_s),
+            swap_finish_s=settings.swap_finish_s,
             suspects=Suspects(settings.quarantine_s),
         )
     except SettingError:

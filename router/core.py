@@ -64,13 +64,13 @@ from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
 from router.suspects import CLEAR_S, Denial, Suspects
-from router.swapping import ModelChanges
 from router.swaps import Swaps
 from router.throttling import BAD_LIMITS, NO_THROTTLE, Throttling
 from router.workers import Flight, Pool, Worker, WorkerTable
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.throttle import Refusal
+from sglang_fair.settings.table import FINISH_S
 
 MAX_LISTED_CLIENTS = 100
 """Clients in a snapshot."""
@@ -98,7 +98,8 @@ class Router:
 
     If a request ends before its worker's KV events have confirmed its prefix, the prefix is taken to be cached for
     `linger_s` more. `shares`: the clients' weights, if what they use is evicted from the tree fairly among them.
-    `throttling` refuses calls while the workers are overloaded; by default none.
+    `throttling` refuses calls while the workers are overloaded; by default none. `swap_finish_s`: how long what runs
+    at a worker that is to load another model may go on, where another one can go on with it.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Router:
         linger_s: float = 1.0,
         shares: Weights | None = None,
         throttling: Throttling | None = None,
-        swaps: Swaps | None = None,
+        swap_finish_s: float = FINISH_S,
         suspects: Suspects | None = None,
     ) -> None:
         if not linger_s >= 0:
@@ -135,8 +136,8 @@ class Router:
         self._told_taking: list[Worker] = []
         """The workers of which a `Swapping` placement was told that they take requests."""
         self._flights: dict[str, Flight] = {}
-        self._changes = ModelChanges(
-            swaps or Swaps(), self._workers, placement, self._rehome, lambda: list(self._flights.values())
+        self._swaps = Swaps(
+            self._workers, placement, self._rehome, lambda: list(self._flights.values()), swap_finish_s
         )
         self._orphans: OrderedDict[str, bytes] = OrderedDict()
         """Requests that were lost with their worker -> the peer whose `Done` is still expected."""
@@ -175,7 +176,7 @@ class Router:
             self.tree.release(self._lingering.popleft()[1])
         self._matches.clear()
         actions = self._dispatch(event, now_s, peer)
-        if self._holding is not None or not self._changes.swaps.is_empty:
+        if self._holding is not None or not self._swaps.is_empty:
             actions += self._follow_up(event, now_s, peer)
         if self._suspects.waiting:
             actions += self._try_suspects(event, now_s, peer)
@@ -183,7 +184,7 @@ class Router:
 
     def _follow_up(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
         """What an event means for models, and for requests that wait."""
-        actions = self._changes.after(now_s)
+        actions = self._swaps.after(now_s)
         if self._swapping is not None and self._workers.taking is not self._told_taking:
             self._told_taking = self._workers.taking
             self._swapping.taking(
@@ -228,7 +229,7 @@ class Router:
             case WorkerHealth():
                 self._worker_health(event, peer)
             case Agent():
-                return self._changes.told(event, now_s, peer)
+                return self._swaps.told(event, now_s, peer)
             case Swap():
                 return [(peer, self._swap(event, now_s))]
             case PeerGone():
@@ -317,7 +318,7 @@ class Router:
         self._record.came(request, event.request, now_s)
         if isinstance(verdict, Refusal):
             return self._refuse(event.id, verdict.reason, retry=True, now_s=now_s, throttled=verdict)
-        if not allowed and not self._changes.may_come(pool.model, event.exclude):
+        if not allowed and not self._swaps.may_come(pool.model, event.exclude):
             return self._refuse(event.id, self._why_nobody(event.model), retry=True, now_s=now_s)
         if trial is None and self._holding is not None and not self._waiting_limit.take(event.client):
             reason = f"too many requests wait for a worker: {self._waiting_limit.held(event.client)} of this client"
@@ -544,7 +545,7 @@ class Router:
     def _is_hopeless(self, model: str, exclude: tuple[str, ...]) -> bool:
         """Whether no worker but those is left that has the model, or may come to have it."""
         taking = self._workers.pool(model).taking
-        return all(one.name in exclude for one in taking) and not self._changes.may_come(model, exclude)
+        return all(one.name in exclude for one in taking) and not self._swaps.may_come(model, exclude)
 
     def _place_waiting(self, now_s: float) -> list[Action]:
         """Places the waiting requests for which a worker is ready."""
@@ -687,7 +688,7 @@ class Router:
         for name in [name for name, asker in self._orphans.items() if asker == peer]:
             self._suspects.forget(name)
             del self._orphans[name]
-        self._changes.peer_gone(peer, now_s)
+        self._swaps.peer_gone(peer, now_s)
         for worker in self._workers.drop_votes(peer):
             self._health_changed(worker)
 
@@ -755,7 +756,7 @@ class Router:
         worker = self._workers.add(event)
         self.tree.add_worker(event.worker, has_events=event.kv is not None)
         self._placement_of(worker).worker_up(event.worker, event.capacity)
-        self._changes.align(event.worker, now_s)
+        self._swaps.up(event.worker, now_s)
         for one in self._workers:  # the first one that names a model says what the others have, too
             self._equip(one, now_s)
         self._counts["workers up"] += 1
@@ -788,7 +789,7 @@ class Router:
         self._throttling.worker_gone(name)
         self._placement_of(worker).worker_down(name)
         self.tree.remove_worker(name)
-        self._changes.gone(name, now_s)
+        self._swaps.gone(name, now_s)
         self._counts["workers down"] += 1
 
     def _placement_of(self, worker: Worker) -> Placement:
@@ -811,7 +812,7 @@ class Router:
 
     def _swap(self, event: Swap, now_s: float) -> Snapshot | Refuse:
         """An operator has a worker load another model."""
-        reason = self._changes.ask(event.worker, event.model, now_s)
+        reason = self._swaps.ask(event.worker, event.model, now_s)
         if reason is not None:
             return Refuse(event.id, reason, retry=False)
         return Snapshot(event.id, self.state())
@@ -936,7 +937,7 @@ class Router:
             "throttle": self._throttling.state(
                 [pool.names_taking for pool in self._workers.pools.values()], self._now_s
             ),
-            "swaps": self._changes.swaps.state(self._now_s),
+            "swaps": self._swaps.state(self._now_s),
             "suspects": self._suspects.state(self._now_s),
             "queues": None if self._queued is None else self._queued.report(self._now_s),
             "counts": dict(sorted(counts.items())),

@@ -3,7 +3,7 @@
 Token ids travel as bytes, little-endian uint32, so that neither side makes a Python object per token.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -398,7 +398,7 @@ class Planned(Message, frozen=True):
     failed, or took too long."""
 
     number: int
-    found: object = None
+    found: Any = None
 
 
 class Place(Message, frozen=True):

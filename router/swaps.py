@@ -1,34 +1,44 @@
-"""Which model each worker has, and how it gets another one: the router's side of a swap. Pure.
+"""Which model each worker has, and how it gets another one: the router's side of a swap, all of it. Pure.
 
 A worker with an agent (`sglang_fair.agent`) is in one of four states:
 
-    unknown   nobody has said what it has: after a start of the router or of the worker. It gets nothing
+    unknown   nothing has said what it has: after a start of the router or of the worker. It gets nothing
     serves    it has `loaded`, and gets requests for that
-    empties   it is to load `target`. It gets nothing more; what it has finishes, or is cut after `finish_s`
+    empties   it is to load `target`. It gets nothing more; what it has finishes, or is cut after `finish_s`, if another
+              worker can go on with it
     loads     nothing of the old model is left. The agent has order `number`; it gets nothing
 
-    unknown --told--> serves --ask, want--> empties --emptied--> loads --told--> serves (the new model, or the old one)
+    unknown --told--> serves --ask, wanted--> empties --its last request ends--> loads --told--> serves
 
-What an agent says is the truth, whatever is believed here: a worker that was restarted has its first model again, an
-agent that was restarted says what it found. Orders are numbered; an agent says the last that it has ended, so an order
-that is lost is given again, and none is carried out for a router that has gone on. A router that was restarted counts
-on from what agents say.
+The workers' table and the placement follow each change (`_align`). What an agent says is the truth, whatever is
+believed here: a worker that was restarted has its first model again, an agent that was restarted says what it found.
+Orders are numbered; an agent says the last that it has ended, so an order that is lost is given again, and none is
+carried out for a router that has gone on. A router that was restarted counts on from what agents say.
 
 A swap that fails leaves the old model. The placement may have it tried again after `RETRY_S`, twice as long after each
 failure in a row, up to `LONGEST_RETRY_S`; an operator at any time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
-from router.events import Agent, Exchange
+import msgspec
+
+from router.events import Action, Agent, Cut, Exchange
+from router.placement.contract import Placement, Swapping
+from router.workers import Flight, Worker, WorkerTable
 from sglang_fair.settings.table import FINISH_S
 
 RETRY_S, LONGEST_RETRY_S = 2.0, 300.0
-
+ASK_S = 0.05
+"""Between two questions about a worker that is at work: each looks at its queue."""
 MOST_ERROR = 300
 """Characters of an agent's error that are kept."""
+
+Rehome = Callable[[Worker, str, float], None]
+"""Has a worker serve another model; "": none."""
 
 
 class Phase(Enum):
@@ -41,7 +51,9 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
-class _Worker:
+class _Swap:
+    """A worker that has, or had, an agent."""
+
     phase: Phase = Phase.UNKNOWN
     loaded: str = ""
     """What it serves, or did until it began to load; "": not known."""
@@ -61,147 +73,167 @@ class _Worker:
     swap_seconds: float = 0.0
     error: str = ""
     """Of the last swap; "": it succeeded."""
+    told: dict[str, float] = field(default_factory=dict)
+    """What the placement was told that it can load."""
+    asked_s: float = -inf
+    """When the placement was last asked what it wants there."""
+
+    @property
+    def served(self) -> str:
+        """The model for which it has requests, new or running; "": none."""
+        return self.loaded if self.phase in (Phase.SERVES, Phase.EMPTIES) else ""
+
+    @property
+    def can_load(self) -> dict[str, float]:
+        """The models that it can load, each with about how many seconds that takes. Empty without an agent."""
+        return self.swap_s if self.peer is not None else {}
+
+    def enter(self, phase: Phase, now_s: float) -> None:
+        if self.phase is not phase:
+            self.phase, self.since_s = phase, now_s
 
 
 class Swaps:
-    """The workers that have an agent. All times are seconds of one clock that never goes back."""
+    """The swaps of one router. All times are seconds of one clock that never goes back."""
 
-    def __init__(self, finish_s: float = FINISH_S) -> None:
+    def __init__(
+        self,
+        workers: WorkerTable,
+        placement: Placement,
+        rehome: Rehome,
+        flights: Callable[[], Iterable[Flight]],
+        finish_s: float = FINISH_S,
+    ) -> None:
         """ValueError if `finish_s` is negative."""
         if not finish_s >= 0:
             raise ValueError(f"finish_s is {finish_s}: it cannot be negative")
         self._finish_s = finish_s
-        self._workers: dict[str, _Worker] = {}
+        self._workers, self._rehome, self._flights = workers, rehome, flights
+        self._placement = placement if isinstance(placement, Swapping) else None
+        self._swaps: dict[str, _Swap] = {}
+        self._busy: list[Worker] = []
+        self._quiet_until_s = -inf
+        """Until then nothing is asked while these, which are all that may be asked about, are at work."""
 
     # -- what happens
 
-    def told(self, said: Agent, now_s: float, peer: bytes = b"") -> None:
-        """An agent says what its worker has."""
-        worker = self._workers.setdefault(said.worker, _Worker(since_s=now_s))
-        worker.peer = peer
-        worker.swap_s = dict(said.swap_s)
-        if worker.phase is Phase.LOADS and said.number >= worker.number and not said.busy:
-            self._ended(worker, said, now_s)
+    def told(self, said: Agent, now_s: float, peer: bytes) -> list[Action]:
+        """An agent has said what its worker has; the answer to it. Of a worker that is not up nothing is kept, and what
+        it cannot load it does not have."""
+        worker = self._workers.get(said.worker)
+        if worker is None:
+            complaint = f"there is no worker {said.worker[:100]!r}"
+            return [(peer, Exchange(said.id, said.worker, complaint=complaint))]
+        complaint, loaded = "", said.loaded
+        if loaded and loaded not in (said.swap_s or worker.models):
+            complaint = f"{loaded[:100]!r} is none of the models that worker {said.worker} can load"
+            loaded = ""
+        swap = self._swaps.setdefault(said.worker, _Swap(since_s=now_s))
+        swap.peer, swap.swap_s = peer, dict(said.swap_s)
+        if swap.phase is Phase.LOADS and said.number >= swap.number and not said.busy:
+            self._ended(swap, loaded, said.error, now_s)
         elif said.busy:
-            self._enter(worker, Phase.LOADS, now_s)
-            worker.target = said.target or worker.target
-        elif worker.phase is not Phase.LOADS and said.loaded != self._served(worker):
-            worker.loaded = said.loaded
-            self._enter(worker, Phase.SERVES if said.loaded else Phase.UNKNOWN, now_s)
-        worker.number = max(worker.number, said.number, said.busy)
+            swap.enter(Phase.LOADS, now_s)
+            swap.target = said.target or swap.target
+        elif swap.phase is not Phase.LOADS and loaded != swap.served:
+            swap.loaded = loaded
+            swap.enter(Phase.SERVES if loaded else Phase.UNKNOWN, now_s)
+        swap.number = max(swap.number, said.number, said.busy)
+        self._align(said.worker, now_s)
+        ahead = () if self._placement is None else tuple(self._placement.next_models(said.worker))
+        order = self._order(said.worker, swap)
+        return [(peer, msgspec.structs.replace(order, id=said.id, ahead=ahead, complaint=complaint))]
 
     def ask(self, name: str, model: str, now_s: float) -> str | None:
-        """An operator wants `model` there. Why that cannot be, or None: it has it, or will."""
-        worker = self._workers.get(name)
-        if worker is None or worker.peer is None:
+        """An operator wants `model` at a worker. Why that cannot be, or None: it has it, or will."""
+        swap = self._swaps.get(name)
+        if self._workers.get(name) is None:
+            return f"there is no worker {name[:100]!r}"
+        if swap is None or swap.peer is None:
             return f"no agent answers for worker {name[:100]!r}: it keeps the model that it has"
-        if model not in worker.swap_s:
-            known = ", ".join(worker.swap_s)
+        if model not in swap.swap_s:
+            known = ", ".join(swap.swap_s)
             return f"worker {name} cannot load {model[:100]!r}; it can load {known}"
-        if worker.phase is Phase.UNKNOWN:
+        if swap.phase is Phase.UNKNOWN:
             return f"it is not known what worker {name} has loaded"
-        if worker.phase is Phase.LOADS:
-            return None if worker.target == model else f"worker {name} is loading {worker.target}"
-        if model == worker.loaded:
-            self._enter(worker, Phase.SERVES, now_s)
+        if swap.phase is Phase.LOADS:
+            return None if swap.target == model else f"worker {name} is loading {swap.target}"
+        if model == swap.loaded:
+            swap.enter(Phase.SERVES, now_s)
         else:
-            self._begin(worker, model, now_s)
+            swap.target = model
+            swap.enter(Phase.EMPTIES, now_s)  # if it empties already, what runs has had some of its time
+        self._align(name, now_s)
         return None
 
-    def want(self, name: str, model: str, now_s: float) -> bool:
-        """The placement wants `model` there. Whether the worker begins to swap."""
-        worker = self._workers.get(name)
-        if worker is None or worker.phase is not Phase.SERVES or worker.peer is None:
-            return False
-        if model == worker.loaded or model not in worker.swap_s:
-            return False
-        if now_s < worker.not_before_s.get(model, now_s):
-            return False
-        self._begin(worker, model, now_s)
-        return True
-
-    def emptied(self, name: str, now_s: float) -> bool:
-        """The worker has no request left. Whether its agent has a new order."""
-        worker = self._workers.get(name)
-        if worker is None or worker.phase is not Phase.EMPTIES:
-            return False
-        worker.number += 1
-        self._enter(worker, Phase.LOADS, now_s)
-        return True
-
     def gone(self, name: str, now_s: float) -> None:
-        """The worker is gone, or another process has taken its place."""
-        worker = self._workers.get(name)
-        if worker is None:
+        """A worker is gone, or another process has taken its place."""
+        swap = self._swaps.get(name)
+        if swap is None:
             return
-        worker.loaded = ""
-        self._enter(worker, Phase.UNKNOWN, now_s)
-        if worker.peer is None:
-            del self._workers[name]
+        swap.loaded, swap.told, swap.asked_s = "", {}, -inf
+        swap.enter(Phase.UNKNOWN, now_s)
+        if swap.peer is None:
+            del self._swaps[name]
+
+    def up(self, name: str, now_s: float) -> None:
+        """A worker is up: what is known of its model holds."""
+        self._align(name, now_s)
 
     def peer_gone(self, peer: bytes, now_s: float) -> None:
-        """An agent is gone: a swap that has not been ordered will not be."""
-        for name, worker in list(self._workers.items()):
-            if worker.peer == peer:
-                worker.peer = None
-                if worker.phase is Phase.EMPTIES:
-                    self._enter(worker, Phase.SERVES, now_s)
-                elif worker.phase is Phase.UNKNOWN:
-                    del self._workers[name]
+        """An agent, or another peer, is gone: a swap that has not been ordered will not be."""
+        names = [name for name, swap in self._swaps.items() if swap.peer == peer]
+        for name in names:
+            swap = self._swaps[name]
+            swap.peer = None
+            if swap.phase is Phase.EMPTIES:
+                swap.enter(Phase.SERVES, now_s)
+            elif swap.phase is Phase.UNKNOWN:
+                del self._swaps[name]
+            self._align(name, now_s)
+        if names:
+            self._workers.look_again()
+
+    def after(self, now_s: float) -> list[Action]:
+        """What is to be sent after something has happened. Costs next to nothing where there are no agents."""
+        if not self._swaps:
+            return []
+        if self._placement is not None:
+            self._ask_placement(self._placement, now_s)
+        actions: list[Action] = []
+        for name, swap in self._swaps.items():
+            worker = self._workers.get(name) if swap.phase is Phase.EMPTIES else None
+            if worker is None:
+                continue
+            if worker.in_flight:
+                if now_s - swap.since_s >= self._finish_s:
+                    actions += self._cuts(worker)
+                continue
+            swap.number += 1
+            swap.enter(Phase.LOADS, now_s)
+            self._align(name, now_s)
+            if swap.peer is not None:
+                actions.append((swap.peer, self._order(name, swap)))
+        return actions
 
     # -- what follows
 
     @property
     def is_empty(self) -> bool:
         """Whether no worker has an agent."""
-        return not self._workers
+        return not self._swaps
 
-    def knows(self, name: str) -> bool:
-        """Whether the worker has, or had, an agent."""
-        return name in self._workers
-
-    def served(self, name: str) -> str:
-        """The model for which the worker has requests, new or running; "": none."""
-        return self._served(self._workers[name])
-
-    def takes(self, name: str) -> bool:
-        """Whether the worker may be sent requests. One without an agent always may."""
-        worker = self._workers.get(name)
-        return worker is None or worker.phase is Phase.SERVES
-
-    def serving(self) -> list[str]:
-        """The workers that may be told to load another model."""
-        return [
-            name
-            for name, one in self._workers.items()
-            if one.phase is Phase.SERVES and one.peer is not None and len(one.swap_s) > 1
-        ]
-
-    def emptying(self) -> list[str]:
-        """The workers of which something is awaited before they can load."""
-        return [name for name, one in self._workers.items() if one.phase is Phase.EMPTIES]
-
-    def is_impatient(self, name: str, now_s: float) -> bool:
-        """Whether what still runs at a worker that empties has had its time."""
-        worker = self._workers[name]
-        return worker.phase is Phase.EMPTIES and now_s - worker.since_s >= self._finish_s
-
-    def can_load(self, name: str) -> Mapping[str, float]:
-        """The models that the worker can load, each with about how many seconds that takes. Empty without an agent."""
-        worker = self._workers.get(name)
-        return {} if worker is None or worker.peer is None else worker.swap_s
-
-    def order(self, name: str, question: str = "", ahead: Sequence[str] = ()) -> Exchange:
-        """What the worker's agent has to do. `ahead` are the models that come after, soonest first."""
-        worker = self._workers[name]
-        if worker.phase is not Phase.LOADS:
-            return Exchange(question, name, ahead=tuple(ahead))
-        return Exchange(question, name, worker.number, worker.target, tuple(ahead))
-
-    def peer(self, name: str) -> bytes | None:
-        """The worker's agent; None if there is none."""
-        worker = self._workers.get(name)
-        return None if worker is None else worker.peer
+    def may_come(self, model: str, exclude: Iterable[str]) -> bool:
+        """Whether a worker, other than `exclude`, may be made to load `model`."""
+        if self._placement is None:
+            return False
+        for name, swap in self._swaps.items():
+            worker = self._workers.get(name)
+            if worker is None or model not in swap.can_load or worker.draining or name in exclude:
+                continue
+            if not (worker.sick and swap.phase is Phase.SERVES):
+                return True
+        return False
 
     def state(self, now_s: float) -> dict[str, dict[str, object]]:
         """By worker, as plain values, for people and dashboards."""
@@ -223,38 +255,82 @@ class Swaps:
                     if until_s > now_s
                 },
             }
-            for name, one in sorted(self._workers.items())
+            for name, one in sorted(self._swaps.items())
         }
 
     # -- inside
 
-    def _served(self, worker: _Worker) -> str:
-        return worker.loaded if worker.phase in (Phase.SERVES, Phase.EMPTIES) else ""
-
-    def _begin(self, worker: _Worker, model: str, now_s: float) -> None:
-        worker.target = model
-        if worker.phase is not Phase.EMPTIES:  # what runs has had some of its time
-            self._enter(worker, Phase.EMPTIES, now_s)
-
-    def _ended(self, worker: _Worker, said: Agent, now_s: float) -> None:
+    def _ended(self, swap: _Swap, loaded: str, error: str, now_s: float) -> None:
         """The order is over, one way or the other."""
-        worker.swap_seconds += now_s - worker.since_s
-        if said.error:
-            failures = worker.failures.get(worker.target, 0) + 1
-            worker.failures[worker.target] = failures
+        swap.swap_seconds += now_s - swap.since_s
+        if error:
+            failures = swap.failures[swap.target] = swap.failures.get(swap.target, 0) + 1
             wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(failures - 1, 30))
-            worker.not_before_s[worker.target] = now_s + wait_s
-            worker.failed += 1
-            worker.error = f"{worker.target}: {said.error}"[:MOST_ERROR]
+            swap.not_before_s[swap.target] = now_s + wait_s
+            swap.failed += 1
+            swap.error = f"{swap.target}: {error}"[:MOST_ERROR]
         else:
-            worker.failures.pop(worker.target, None)
-            worker.not_before_s.pop(worker.target, None)
-            worker.swaps += 1
-            worker.error = ""
-        worker.loaded = said.loaded
-        self._enter(worker, Phase.SERVES if said.loaded else Phase.UNKNOWN, now_s)
+            swap.failures.pop(swap.target, None)
+            swap.not_before_s.pop(swap.target, None)
+            swap.swaps += 1
+            swap.error = ""
+        swap.loaded = loaded
+        swap.enter(Phase.SERVES if loaded else Phase.UNKNOWN, now_s)
 
-    @staticmethod
-    def _enter(worker: _Worker, phase: Phase, now_s: float) -> None:
-        if worker.phase is not phase:
-            worker.phase, worker.since_s = phase, now_s
+    def _ask_placement(self, placement: Swapping, now_s: float) -> None:
+        """Which models it wants at workers that serve and can load several; of one that is at work not more often than
+        every `ASK_S`."""
+        if now_s < self._quiet_until_s and all(worker.in_flight for worker in self._busy):
+            return
+        asked = [
+            (worker, swap)
+            for name, swap in self._swaps.items()
+            if swap.phase is Phase.SERVES and len(swap.can_load) > 1 and (worker := self._workers.get(name))
+        ]
+        self._busy, self._quiet_until_s = [worker for worker, _ in asked], inf
+        for worker, swap in asked:
+            next_s = swap.asked_s + ASK_S
+            if worker.in_flight and now_s < next_s:
+                self._quiet_until_s = min(self._quiet_until_s, next_s)
+                continue
+            swap.asked_s = now_s
+            self._quiet_until_s = min(self._quiet_until_s, now_s + ASK_S)
+            wanted = placement.wanted(worker.name)
+            if wanted in (None, swap.loaded) or wanted not in swap.swap_s:
+                continue
+            if now_s >= swap.not_before_s.get(wanted, now_s):
+                swap.target = wanted
+                swap.enter(Phase.EMPTIES, now_s)
+                self._align(worker.name, now_s)
+
+    def _align(self, name: str, now_s: float) -> None:
+        """Makes table and placement say of a worker what is known of its model."""
+        worker, swap = self._workers.get(name), self._swaps.get(name)
+        if worker is None or swap is None:
+            return
+        self._quiet_until_s = -inf
+        models = tuple(swap.can_load) or worker.models
+        self._workers.set_models(worker, models, is_swapping=swap.phase is not Phase.SERVES)
+        if self._placement is not None and swap.told != swap.can_load:
+            swap.told = dict(swap.can_load)
+            self._placement.can_load(name, swap.told, now_s)
+        # One that has not said its models was taken to have the only one; it has none if its agent serves none.
+        has_none = not swap.served and bool(models) and worker.pool is not self._workers.nobody
+        if worker.loaded != swap.served or has_none:
+            self._rehome(worker, swap.served, now_s)
+
+    def _order(self, name: str, swap: _Swap) -> Exchange:
+        """What the worker's agent has to do."""
+        if swap.phase is not Phase.LOADS:
+            return Exchange("", name)
+        return Exchange("", name, swap.number, swap.target)
+
+    def _cuts(self, worker: Worker) -> list[Action]:
+        """What another worker could go on with, once."""
+        actions: list[Action] = []
+        for flight in self._flights():
+            may_go_on = worker.pool.taking or self.may_come(flight.request.model, ())
+            if flight.worker is worker and not flight.is_cut and may_go_on:
+                flight.is_cut = True
+                actions.append((flight.peer, Cut(flight.request.id)))
+        return actions

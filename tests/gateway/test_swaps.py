@@ -11,7 +11,6 @@ import zmq
 from zmq.asyncio import Context
 
 from router.events import Agent, Exchange, decode_answer, encode
-from router.swaps import Swaps
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from tests.gateway.clusters import MODEL, Cluster, stand_ins, text_of
 from tests.support.site import Seen
@@ -24,7 +23,10 @@ PASSED_S = 1.0
 """That a stream has been under way, at least: longer than the router of a busy machine takes to place a request."""
 
 pytestmark = pytest.mark.cluster(
-    replicas=0, models=(OTHER,), access={"slo_classes": {"soon": 0.001}}, router=lambda: {"swaps": Swaps(0.0)}
+    replicas=0,
+    models=(OTHER,),
+    access={"slo_classes": {"soon": 0.001}},
+    router=lambda: {"swap_finish_s": 0.0},
 )
 
 

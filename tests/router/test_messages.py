@@ -33,7 +33,6 @@ from router.events import (
     encode,
 )
 from router.placement import PLACEMENTS, build
-from router.swaps import Swaps
 from router.throttling import BAD_LIMITS, KINDS, Throttling
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.throttle import Limits, Rules
@@ -93,7 +92,7 @@ class Talk:
                 return rng.choice(TOKENS if rng.random() < 0.8 else JSON)
             case types.BoolType():
                 return rng.random() < 0.5
-            case types.NoneType():
+            case types.NoneType() | types.AnyType():
                 return None
             case types.IntType():
                 if self.integers and rng.random() < 0.4:
@@ -131,7 +130,7 @@ def routers(placement: str, rng: Random) -> Router:
         max_tree_tokens=rng.choice((200, 8_000_000)),
         shares=rng.choice((None, Weights())),
         throttling=Throttling(rng.choice(KINDS), Rules(Limits(2))),
-        swaps=Swaps(rng.choice((0.0, 5.0))),
+        swap_finish_s=rng.choice((0.0, 5.0)),
     )
 
 

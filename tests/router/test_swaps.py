@@ -29,7 +29,7 @@ from router.events import (
 from router.placement import PLACEMENTS, build
 from router.placement.centralized_dlpm import CentralizedDlpm
 from router.placement.contract import Holding, Swapping
-from router.swaps import LONGEST_RETRY_S, RETRY_S, Phase, Swaps
+from router.swaps import LONGEST_RETRY_S, RETRY_S, Phase
 from router.wire import pack_tokens
 from tests.support.budget import examples
 
@@ -177,7 +177,7 @@ def test_held_requests_wait_for_a_model_that_can_be_loaded_and_for_no_other() ->
 
 
 def test_what_runs_finishes_or_is_cut_when_it_has_had_its_time_if_somebody_can_go_on_with_it() -> None:
-    made = site("d2lpm", "r0", "r1", swaps=Swaps(finish_s=5.0))
+    made = site("d2lpm", "r0", "r1", swap_finish_s=5.0)
     at = {f"q{number}": ask(made, f"q{number}", "a").worker for number in range(4)}
     of_r0 = {name for name, where in at.items() if where == "r0"}
     assert of_r0
@@ -262,7 +262,7 @@ def test_requests_that_ran_before_the_router_knew_the_model_are_told_again() -> 
 
 def test_the_time_to_finish_is_a_time() -> None:
     with pytest.raises(ValueError, match="cannot be negative"):
-        Swaps(-1.0)
+        Router(build("d2lpm"), swap_finish_s=-1.0)
 
 
 # ---- whatever comes, in whatever order
@@ -305,7 +305,7 @@ class Machine:
 @given(steps=STEPS)
 def test_no_worker_is_sent_anything_while_it_swaps(name: str, steps: list[tuple[str, int, str]]) -> None:
     placement: Any = Wishes() if name == "wishes" else build(name)
-    made = Router(placement, page_size=4, swaps=Swaps(finish_s=3.0))
+    made = Router(placement, page_size=4, swap_finish_s=3.0)
     machines = {f"w{index}": Machine() for index in range(3)}
     model_of: dict[str, str] = {}
     at: dict[str, str] = {}
@@ -386,10 +386,10 @@ def test_no_worker_is_sent_anything_while_it_swaps(name: str, steps: list[tuple[
     assert not waiting or isinstance(placement, Holding)
     assert all(count == 1 for count in outcomes.values() if count)
     # When all is quiet, whoever can be served is.
-    for request in list(at):
-        del at[request]
-        tell(Done(request), 1e6)
-    for round_ in range(3):
+    for round_ in range(8):
+        for request in list(at):
+            del at[request]
+            tell(Done(request), 1e6 + round_)
         for one, machine in machines.items():
             if machine.is_up:
                 if machine.order is not None:

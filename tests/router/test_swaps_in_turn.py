@@ -11,7 +11,6 @@ import pytest
 from router.core import Router
 from router.events import Agent, Arrive, Cut, Done, Due, Exchange, Place, Progress, Refuse, WorkerUp
 from router.placement.qlm import Qlm
-from router.swaps import Swaps
 from router.wire import pack_tokens
 
 SWAP_S = {"a": 2.0, "b": 2.0, "c": 2.0}
@@ -23,7 +22,7 @@ class Site:
 
     def __init__(self, names: list[str], *, serve_s: float = 0.5, has: str = "a", **options: Any) -> None:
         self.placement = Qlm(chunk_tokens=0, **options)
-        self.router = Router(self.placement, page_size=4, swaps=Swaps(finish_s=5.0))
+        self.router = Router(self.placement, page_size=4, swap_finish_s=5.0)
         self.now_s = 0.0
         self._serve_s = serve_s
         self._due: list[tuple[float, int, Callable[[], None]]] = []

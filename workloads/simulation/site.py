@@ -15,7 +15,6 @@ from router.core import Router
 from router.events import WorkerUp
 from router.placement import PLACEMENTS, build, parameters
 from router.placement.contract import Holding, Placement
-from router.swaps import Swaps
 from router.throttling import KINDS, Kind, Throttling
 from sglang_fair.common.files import read_json
 from sglang_fair.common.weights import Weights
@@ -241,7 +240,7 @@ class Site:
             page_size=self.page_tokens,
             shares=shares,
             throttling=throttling,
-            swaps=Swaps(inf if finish_s is None else finish_s),
+            swap_finish_s=inf if finish_s is None else finish_s,
         )
         for place, worker in enumerate(self.workers):
             models = () if self.fleet is None else self.fleet.loadable(place)
