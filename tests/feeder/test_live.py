@@ -15,6 +15,7 @@ from router.suspects import ENDED, KNOWN, MOST_CONVICTIONS, QUARANTINED
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
 from tests.support.budget import is_night
+from tests.support.postgres import Postgres, why_none
 from tests.support.site import Process, Site
 from tests.support.stand_in import MODEL, POISON, make_tokenizer
 from tests.support.waiting import eventually
@@ -31,27 +32,28 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Batches(Site):
-    """A site whose gateway keeps batches, and a feeder."""
+    """A site whose gateway keeps batches, and feeders."""
 
-    def __init__(self, tokenizer: Path, folder: Path, *feeder_options: str, **options: Any) -> None:
-        super().__init__(tokenizer, gateway_options=("--batches", str(folder)), **options)
-        self.folder = folder
+    def __init__(self, tokenizer: Path, kept: tuple[str, ...], feeders: int = 1, **options: Any) -> None:
+        super().__init__(tokenizer, gateway_options=kept, **options)
         self._clients: list[openai.AsyncOpenAI] = []
-        self.feeder = Process(
-            "feeder", "router.feeder", "--batches", str(folder), "--gateway", self.gateway_urls[0],
-            *feeder_options,
-        )  # fmt: skip
+        self.feeders = [
+            Process(f"feeder{index}", "router.feeder", *kept, "--gateway", self.gateway_urls[0])
+            for index in range(feeders)
+        ]
 
     async def start(self) -> None:
         await super().start()
-        self.feeder.start()
+        for one in self.feeders:
+            one.start()
 
     async def __aexit__(self, kind: object, *more: object) -> None:
-        if kind is not None and self.feeder.log.exists():
-            print(f"--- feeder\n{self.feeder.log.read_text()[-3000:]}")
         for client in self._clients:
             await client.close()
-        self.feeder.close()
+        for one in self.feeders:
+            if kind is not None and one.log.exists():
+                print(f"--- {one.name}\n{one.log.read_text()[-3000:]}")
+            one.close()
         await super().__aexit__(kind, *more)
 
     def client(self, name: str) -> openai.AsyncOpenAI:
@@ -70,7 +72,7 @@ class Batches(Site):
         async def check() -> Batch | None:
             try:
                 found = await client.batches.retrieve(batch)
-            except openai.APIConnectionError:  # the gateway was killed
+            except (openai.APIConnectionError, openai.InternalServerError):  # gateway or database were killed
                 return None
             return found if found.status in OVER else None
 
@@ -79,10 +81,10 @@ class Batches(Site):
 
 
 def run(
-    body: Callable[[Batches], Awaitable[None]], tokenizer: Path, tmp_path: Path, *options: str, **more: Any
+    body: Callable[[Batches], Awaitable[None]], tokenizer: Path, tmp_path: Path, *kept: str, **more: Any
 ) -> None:
     async def main() -> None:
-        async with Batches(tokenizer, tmp_path / "kept", *options, **more) as site:
+        async with Batches(tokenizer, kept or ("--batches", str(tmp_path / "kept")), **more) as site:
             await site.start()
             await body(site)
 
@@ -121,6 +123,18 @@ async def results(client: openai.AsyncOpenAI, file: str | None) -> list[dict[str
     if file is None:
         return []
     return [json.loads(one) for one in (await client.files.content(file)).text.splitlines()]
+
+
+async def check(site: Batches, client: openai.AsyncOpenAI, name: str, count: int) -> None:
+    """All was answered, each once."""
+    found = await site.over(client, name, 240.0)
+    assert found.status == "completed", found
+    done = await results(client, found.output_file_id)
+    assert [one["custom_id"] for one in done] == [f"id {index}" for index in range(count)]
+    assert await results(client, found.error_file_id) == []
+    for index in (0, count - 1):
+        text = done[index]["response"]["body"]["choices"][0]["text"]
+        assert text == site.expected("completions", f"p {index}", 4)
 
 
 def test_a_batch_is_answered_as_its_requests_are(tokenizer: Path, tmp_path: Path) -> None:
@@ -199,7 +213,7 @@ def test_each_item_has_one_result_whatever_dies(tokenizer: Path, tmp_path: Path,
             await created(client, jsonl([line(f"id {index}", f"p {index}") for index in range(count)]))
             for client in clients
         ]
-        victims = [site.feeder, site.gateways[0], site.router, *site.replicas.values()]
+        victims = [*site.feeders, site.gateways[0], site.router, *site.replicas.values()]
         for _ in range(6):
             await asyncio.sleep(rng.uniform(0.2, 1.2))
             victim = rng.choice(victims)
@@ -207,16 +221,36 @@ def test_each_item_has_one_result_whatever_dies(tokenizer: Path, tmp_path: Path,
             await asyncio.sleep(rng.uniform(0.0, 0.4))
             victim.start()
         for client, name in zip(clients, names, strict=True):
-            found = await site.over(client, name, 240.0)
-            assert found.status == "completed", found
-            done = await results(client, found.output_file_id)
-            assert [one["custom_id"] for one in done] == [f"id {index}" for index in range(count)]
-            assert await results(client, found.error_file_id) == []
-            for index in (0, count - 1):
-                text = done[index]["response"]["body"]["choices"][0]["text"]
-                assert text == site.expected("completions", f"p {index}", 4)
+            await check(site, client, name, count)
 
     run(body, tokenizer, tmp_path, step_s=0.01)
+
+
+@pytest.mark.skipif(bool(why_none()), reason=why_none() or "")
+def test_two_feeders_over_postgresql_lose_nothing(tokenizer: Path, tmp_path: Path) -> None:
+    """One is killed and does not come back; the database loses its power in the middle."""
+
+    async def body(site: Batches) -> None:
+        clients, count = [site.client(name) for name in ("gold", "silver")], 600
+        content = jsonl([line(f"id {index}", f"p {index}") for index in range(count)])
+        names = [await created(client, content) for client in clients]
+
+        async def half() -> bool:
+            counts = (await clients[0].batches.retrieve(names[0])).request_counts
+            return counts is not None and counts.completed > count / 4
+
+        await eventually(half, "a quarter is done")
+        site.feeders[0].kill()
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(server.stop)
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(server.start)
+        for client, name in zip(clients, names, strict=True):
+            await check(site, client, name, count)
+
+    with Postgres() as server:
+        kept = ("--batches", server.url, "--batch-files", str(tmp_path / "files"))
+        run(body, tokenizer, tmp_path, *kept, feeders=2, step_s=0.01)
 
 
 def test_what_ends_replicas_is_tried_at_two_and_all_else_is_served(tokenizer: Path, tmp_path: Path) -> None:
@@ -267,8 +301,8 @@ def test_what_ends_replicas_is_tried_at_two_and_all_else_is_served(tokenizer: Pa
         name = await created(client, jsonl([line(f"id {n}", f"{POISON} {n}") for n in range(count)]))
         for _ in range(2):
             await asyncio.sleep(2.0)
-            site.feeder.kill()
-            site.feeder.start()
+            site.feeders[0].kill()
+            site.feeders[0].start()
         over = await site.over(client, name, 240.0)
         assert over.request_counts is not None
         assert (over.status, over.request_counts.failed) == ("completed", count)
