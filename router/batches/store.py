@@ -131,14 +131,17 @@ class Store:
         self._path = where if isinstance(where, Path) else None
         if self._path is not None:
             url, options = f"sqlite:///{where}", {"timeout": BUSY_S, "check_same_thread": False}
-            self.name = str(where)
+            self.name, style = str(where), "named"
         else:
             url, options = str(where).replace("postgresql:", "postgresql+psycopg:", 1), {"connect_timeout": 5}
+            style = "pyformat"
             try:
                 self.name = make_url(url).render_as_string().replace("+psycopg", "", 1)
             except (sa.exc.ArgumentError, ValueError):
                 raise StoreError("this is no URL of a database") from None
-        self._db = sa.create_engine(url, connect_args=options, pool_pre_ping=self._path is None)
+        self._db = sa.create_engine(
+            url, connect_args=options, paramstyle=style, pool_pre_ping=style != "named"
+        )
         if self._path is not None:
             sa.event.listen(self._db, "connect", _connected)
             sa.event.listen(self._db, "begin", _begin)
@@ -311,7 +314,7 @@ class Store:
                         "content": one.body,
                     }
                 )
-            db.execute(_ITEMS.insert().values(state=WAITS, tries=0), rows)
+            _many(db, _NEW, rows)
             for model, count in left.items():
                 if not _add_to_part(db, base, model, count):
                     db.execute(_PARTS.insert().values(batch=base // MOST_NUMBER, model=model, left=count))
@@ -516,6 +519,11 @@ def _kind_of(error: BaseException) -> Callable[[str], StoreError]:
     return StoreFull if code in _FULL else StoreDamaged if code in _DAMAGED else StoreError
 
 
+def _many(db: Connection, statement: sa.UpdateBase, rows: Sequence[Mapping[str, object]]) -> None:
+    """By the driver itself, which takes the values as they are: half the time of a commit of hundreds."""
+    db.exec_driver_sql(str(statement.compile(dialect=db.dialect)), rows)
+
+
 def _page(
     db: Connection, table: sa.Table, columns: list[Any], client: str, after: str | None, *, newest_first: bool
 ) -> sa.Select[Any] | None:
@@ -621,6 +629,9 @@ def _let_go(db: Connection, owner: str, which: sa.ColumnElement[bool]) -> None:
     db.execute(leased.values(state=WAITS, owner=None))
 
 
+_NEW = _ITEMS.insert().values(
+    state=WAITS, tries=WAITS, **{name: sa.bindparam(name) for name in ("id", "model", "custom_id", "content")}
+)
 _FREE = (
     sa.select(*(_ITEMS.c[name] for name in ("id", "custom_id", "content", "tries")))
     .where(_ITEMS.c.id.between(sa.bindparam("first"), sa.bindparam("last")), _ITEMS.c.state == WAITS)
@@ -632,7 +643,7 @@ _FREE = (
 _END = (
     _ITEMS.update()
     .where(_ITEMS.c.id == sa.bindparam("key"))
-    .values(state=sa.bindparam("end"), content=sa.bindparam("line"), owner=None)
+    .values(state=sa.bindparam("end"), content=sa.bindparam("line"), owner=sa.null())
 )
 _LESS = (
     _PARTS.update()
@@ -665,7 +676,7 @@ def _finish(db: Connection, endings: Sequence[Ending], now_s: int, *also: str) -
         more[seq, _ENDED[one.is_ok]] += 1
         more[seq, _ENDED[one.is_ok + 2]] += len(one.line) + 1
     if rows:
-        db.execute(_END, rows)
+        _many(db, _END, rows)
         db.execute(_LESS, [{"seq": seq, "of": model, "count": parts[seq, model]} for seq, model in parts])
         changed = {seq: {f"{name}_more": more[seq, name] for name in _ENDED} for seq, _ in parts}
         db.execute(_MORE, [{"of": seq, **counts} for seq, counts in changed.items()])
