@@ -60,67 +60,50 @@ WAITS, LEASED, DONE, FAILED = (sa.literal_column(one, sa.SmallInteger) for one i
 _STREAMED = {"stream_results": True, "max_row_buffer": 64}
 _ID = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 _META = sa.MetaData()
-_FORMATS = sa.Table("format", _META, sa.Column("version", sa.Integer, nullable=False))
-_FILES = sa.Table(
-    "files",
-    _META,
-    sa.Column("seq", _ID, primary_key=True, autoincrement=True),
-    sa.Column("id", sa.Text, nullable=False, unique=True),
-    *(sa.Column(name, sa.Text, nullable=False) for name in ("client", "purpose", "filename")),
-    *(sa.Column(name, sa.BigInteger, nullable=False) for name in ("bytes", "created_s")),
-    sa.Column("expires_s", sa.BigInteger),
-    *(sa.Column(name, sa.Text, nullable=False) for name in ("batch", "results")),
-    sa.Index("files_of", "client", "seq"),
-    sqlite_autoincrement=True,
-)
-_BATCHES = sa.Table(
-    "batches",
-    _META,
-    sa.Column("seq", _ID, primary_key=True, autoincrement=True),
-    sa.Column("id", sa.Text, nullable=False, unique=True),
-    *(sa.Column(name, sa.Text, nullable=False) for name in ("client", "status")),
-    *(
-        sa.Column(name, sa.BigInteger, nullable=False, server_default="0")
-        for name in ("total", "completed", "failed", "output_bytes", "error_bytes")
-    ),
-    sa.Column("owner", sa.Text),  # the feeder that validates it
-    sa.Column("about", sa.LargeBinary, nullable=False),
-    sa.Index("batches_of", "client", "seq"),
-    sa.Index("batches_in", "status"),
-    sqlite_autoincrement=True,
-)
-_ITEMS = sa.Table(
-    "items",
-    _META,
-    sa.Column("id", _ID, primary_key=True, autoincrement=False),  # above that of its batch, see `_base`
-    sa.Column("state", sa.SmallInteger, nullable=False),
-    sa.Column("tries", sa.SmallInteger, nullable=False),
-    sa.Column("owner", sa.Text),  # the feeder that leases it
-    sa.Column("model", sa.Text, nullable=False),
-    sa.Column("custom_id", sa.Text, nullable=False),
-    sa.Column("content", sa.LargeBinary, nullable=False),
-)
-for _name, _state, _columns in (("waiting", WAITS, ("model", "id")), ("leased", LEASED, ("owner", "model"))):
-    _where = _ITEMS.c.state == _state
-    sa.Index(
-        f"items_{_name}", *(_ITEMS.c[one] for one in _columns), sqlite_where=_where, postgresql_where=_where
-    )
-_PARTS = sa.Table(
-    "parts",
-    _META,
-    sa.Column("batch", _ID, primary_key=True, autoincrement=False),
-    sa.Column("model", sa.Text, primary_key=True),
-    sa.Column("left", sa.BigInteger, nullable=False),
-)
-_FEEDERS = sa.Table(
-    "feeders",
-    _META,
-    sa.Column("owner", sa.Text, primary_key=True),
-    sa.Column("until_s", sa.Double, nullable=False),
-)
 
-_FILE = [_FILES.c[name] for name in StoredFile.__struct_fields__]
-_BATCH = [_BATCHES.c[name] for name in ("seq", "status", "total", "completed", "failed", "about")]
+
+def _table(name: str, *columns: sa.schema.SchemaItem, texts: str = "", numbers: str = "") -> sa.Table:
+    """With columns of these names that have no null."""
+    of = ((sa.Text, texts), (sa.BigInteger, numbers))
+    more = (sa.Column(one, kind, nullable=False) for kind, names in of for one in names.split())
+    return sa.Table(name, _META, *more, *columns, sqlite_autoincrement=name in ("files", "batches"))
+
+
+def _when(state: sa.ColumnElement[int], name: str, *columns: str) -> sa.Index:
+    """An index of items in one state."""
+    where = sa.column("state") == state
+    return sa.Index(name, *columns, sqlite_where=where, postgresql_where=where)
+
+
+def _seq() -> sa.Column[int]:
+    return sa.Column("seq", _ID, primary_key=True, autoincrement=True)
+
+
+_FORMATS = _table("format", numbers="version")
+_FILES = _table(
+    "files", _seq(), sa.Column("expires_s", sa.BigInteger), sa.UniqueConstraint("id"), sa.Index("files_of", "client"),
+    texts="id client purpose filename batch results", numbers="bytes created_s",
+)  # fmt: skip
+_BATCHES = _table(
+    "batches", _seq(), sa.Column("about", sa.LargeBinary, nullable=False),
+    sa.Column("owner", sa.Text),  # the feeder that validates it
+    sa.UniqueConstraint("id"), sa.Index("batches_of", "client"), sa.Index("batches_in", "status"),
+    texts="id client status", numbers="total completed failed output_bytes error_bytes",
+)  # fmt: skip
+_ITEMS = _table(
+    "items",
+    sa.Column("id", _ID, primary_key=True, autoincrement=False),  # above that of its batch, see `_base`
+    sa.Column("content", sa.LargeBinary, nullable=False),
+    sa.Column("owner", sa.Text),  # the feeder that leases it
+    _when(WAITS, "items_waiting", "model", "id"), _when(LEASED, "items_leased", "owner", "model"),
+    texts="model custom_id", numbers="state tries",
+)  # fmt: skip
+_PARTS = _table("parts", sa.PrimaryKeyConstraint("batch", "model"), texts="model", numbers="batch left")
+_FEEDERS = _table("feeders", sa.Column("owner", sa.Text, primary_key=True), sa.Column("until_s", sa.Double))
+_F, _B, _I, _P, _O = (one.c for one in (_FILES, _BATCHES, _ITEMS, _PARTS, _FEEDERS))
+
+_FILE = [_F[name] for name in StoredFile.__struct_fields__]
+_BATCH = [_B[name] for name in ("seq", "status", "total", "completed", "failed", "about")]
 
 
 class Store:
@@ -187,15 +170,13 @@ class Store:
             if found is None:
                 return None
             if purpose is not None:
-                found = found.where(_FILES.c.purpose == purpose)
+                found = found.where(_F.purpose == purpose)
             return [StoredFile(**row) for row in db.execute(found.limit(limit)).mappings()]
 
     def file_bytes(self, client: str) -> int:
         """Of all its files that were uploaded."""
         with self._reading() as db:
-            size = sa.select(sa.func.sum(_FILES.c.bytes)).where(
-                _FILES.c.client == client, _FILES.c.purpose == "batch"
-            )
+            size = sa.select(sa.func.sum(_F.bytes)).where(_F.client == client, _F.purpose == "batch")
             return int(db.scalar(size) or 0)
 
     def remove_file(self, client: str, name: str) -> bool:
@@ -208,8 +189,8 @@ class Store:
                 raise FileInUse("a batch that is being validated still reads the file")
             if file.results:
                 of = _of(_base(db, file.batch))
-                db.execute(_ITEMS.delete().where(of, _ITEMS.c.state == _kind(file)))
-            db.execute(_FILES.delete().where(_FILES.c.id == name))
+                db.execute(_ITEMS.delete().where(of, _I.state == _kind(file)))
+            db.execute(_FILES.delete().where(_F.id == name))
             return True
 
     def results(self, file: StoredFile, after: int, most_bytes: int) -> tuple[bytes, int | None]:
@@ -217,12 +198,12 @@ class Store:
         `most_bytes` together, and the number of the last; None: these are the last."""
         with self._reading() as db:
             base = _base(db, file.batch)
-            rows = sa.select(_ITEMS.c.id, _ITEMS.c.content).where(
-                _of(base), _ITEMS.c.id > base + after, _ITEMS.c.state == _kind(file)
+            rows = sa.select(_I.id, _I.content).where(
+                _of(base), _I.id > base + after, _I.state == _kind(file)
             )
             found: list[bytes] = []
             size, last = 0, after
-            with db.execute(rows.order_by(_ITEMS.c.id), execution_options=_STREAMED) as result:
+            with db.execute(rows.order_by(_I.id), execution_options=_STREAMED) as result:
                 for item, line in result:
                     if size >= most_bytes:
                         return b"".join(found), last
@@ -236,7 +217,14 @@ class Store:
         """It is to be validated."""
         about = msgspec.json.encode(batch)
         with self._commit() as db:
-            values = {"id": batch.id, "client": batch.client, "status": batch.status, "about": about}
+            counts = dict.fromkeys(("total", "completed", "failed", "output_bytes", "error_bytes"), 0)
+            values = {
+                "id": batch.id,
+                "client": batch.client,
+                "status": batch.status,
+                "about": about,
+                **counts,
+            }
             db.execute(_BATCHES.insert().values(values))
 
     def batch(self, client: str, name: str) -> StoredBatch | None:
@@ -263,21 +251,15 @@ class Store:
 
     def totals(self) -> Mapping[str, ClientTotals]:
         """By client."""
-        counts = (
-            _BATCHES.c.total - _BATCHES.c.completed - _BATCHES.c.failed,
-            _BATCHES.c.completed,
-            _BATCHES.c.failed,
-        )
-        sums = sa.select(_BATCHES.c.client, *map(sa.func.sum, counts)).where(_BATCHES.c.status != "failed")
-        leases = sa.select(_BATCHES.c.client, sa.func.count()).join(
-            _ITEMS, _BATCHES.c.seq == _ITEMS.c.id // MOST_NUMBER
-        )
-        leases = leases.where(_ITEMS.c.state == LEASED).group_by(_BATCHES.c.client)
+        counts = (_B.total - _B.completed - _B.failed, _B.completed, _B.failed)
+        sums = sa.select(_B.client, *map(sa.func.sum, counts)).where(_B.status != "failed")
+        leases = sa.select(_B.client, sa.func.count()).join(_ITEMS, _B.seq == _I.id // MOST_NUMBER)
+        leases = leases.where(_I.state == LEASED).group_by(_B.client)
         with self._reading() as db:
             running: dict[str, int] = dict(db.execute(leases).all())
             return {
                 name: ClientTotals(int(left), int(completed), int(failed), running.get(name, 0))
-                for name, left, completed, failed in db.execute(sums.group_by(_BATCHES.c.client))
+                for name, left, completed, failed in db.execute(sums.group_by(_B.client))
             }
 
     # -- validating
@@ -285,16 +267,14 @@ class Store:
     def claim(self, owner: str, besides: Collection[str]) -> StoredBatch | None:
         """The oldest batch that no other feeder validates, of a client that is none of `besides`: `owner`, who has
         renewed its name, validates it from its beginning."""
-        is_free = _BATCHES.c.owner.is_(None) | (_BATCHES.c.owner == owner)
-        mine = sa.select(_BATCHES.c.id).where(
-            _BATCHES.c.status == "validating", is_free, _BATCHES.c.client.not_in(besides)
-        )
+        is_free = _B.owner.is_(None) | (_B.owner == owner)
+        mine = sa.select(_B.id).where(_B.status == "validating", is_free, _B.client.not_in(besides))
         with self._commit() as db:
-            name = db.scalar(mine.order_by(_BATCHES.c.seq).limit(1).with_for_update(skip_locked=True))
+            name = db.scalar(mine.order_by(_B.seq).limit(1).with_for_update(skip_locked=True))
             if name is None:
                 return None
             _forget_items(db, _base(db, name))
-            db.execute(_BATCHES.update().where(_BATCHES.c.id == name).values(owner=owner))
+            db.execute(_BATCHES.update().where(_B.id == name).values(owner=owner))
             return _batch(db, name)
 
     def accept(self, batch: str, owner: str, items: Sequence[Item]) -> bool:
@@ -318,8 +298,8 @@ class Store:
             for model, count in left.items():
                 if not _add_to_part(db, base, model, count):
                     db.execute(_PARTS.insert().values(batch=base // MOST_NUMBER, model=model, left=count))
-            total = _BATCHES.c.total + len(items)
-            db.execute(_BATCHES.update().where(_BATCHES.c.id == batch).values(total=total))
+            total = _B.total + len(items)
+            db.execute(_BATCHES.update().where(_B.id == batch).values(total=total))
             return True
 
     def start(self, batch: str, owner: str, now_s: int) -> bool:
@@ -343,26 +323,23 @@ class Store:
 
     def parts(self) -> list[Part]:
         """Of all batches that are in progress: what is left, and how much of that is leased, by batch and model."""
-        of = _ITEMS.c.id // MOST_NUMBER
-        leases = sa.select(of, _ITEMS.c.model, sa.func.count()).where(_ITEMS.c.state == LEASED)
-        left = sa.select(_BATCHES.c.id, _PARTS).join(_PARTS, _PARTS.c.batch == _BATCHES.c.seq)
-        running = left.where(_BATCHES.c.status == "in_progress", _PARTS.c.left > 0)
+        of = _I.id // MOST_NUMBER
+        leases = sa.select(of, _I.model, sa.func.count()).where(_I.state == LEASED)
+        left = sa.select(_B.id, _P.batch, _P.model, _P.left).join(_PARTS, _P.batch == _B.seq)
+        running = left.where(_B.status == "in_progress", _P.left > 0)
         with self._reading() as db:
             leased = {
-                (batch, model): count
-                for batch, model, count in db.execute(leases.group_by(of, _ITEMS.c.model))
+                (batch, model): count for batch, model, count in db.execute(leases.group_by(of, _I.model))
             }
             return [
                 Part(name, model, count, leased.get((batch, model), 0))
-                for name, batch, model, count in db.execute(running.order_by(_BATCHES.c.seq, _PARTS.c.model))
+                for name, batch, model, count in db.execute(running.order_by(_B.seq, _P.model))
             ]
 
     def renew(self, owner: str, until_s: float) -> None:
         """Leases of `owner` last until then, at least."""
         with self._commit() as db:
-            if not db.execute(
-                _FEEDERS.update().where(_FEEDERS.c.owner == owner).values(until_s=until_s)
-            ).rowcount:
+            if not db.execute(_FEEDERS.update().where(_O.owner == owner).values(until_s=until_s)).rowcount:
                 db.execute(_FEEDERS.insert().values(owner=owner, until_s=until_s))
 
     def lease(
@@ -372,12 +349,10 @@ class Store:
         item more than `most_bytes` at most: they are leased to `owner`, who has renewed its name."""
         found: list[tuple[str, Item]] = []
         with self._commit() as db:
-            name = sa.select(_FEEDERS.c.owner).where(_FEEDERS.c.owner == owner)
+            name = sa.select(_O.owner).where(_O.owner == owner)
             if db.scalar(name.with_for_update()) is None:
                 raise StoreError("the leases of this feeder have run out")
-            of = sa.select(_BATCHES.c.id, _BATCHES.c.seq).where(
-                _BATCHES.c.id.in_([batch for batch, _ in wanted])
-            )
+            of = sa.select(_B.id, _B.seq).where(_B.id.in_([batch for batch, _ in wanted]))
             seqs: dict[str, int] = dict(db.execute(of).all())
             for (batch, model), most in wanted.items():
                 base = seqs.get(batch, 0) * MOST_NUMBER
@@ -390,34 +365,34 @@ class Store:
                         most_bytes -= len(body)
             if found:
                 keys = [item.key for _, item in found]
-                db.execute(_ITEMS.update().where(_ITEMS.c.id.in_(keys)).values(state=LEASED, owner=owner))
+                db.execute(_ITEMS.update().where(_I.id.in_(keys)).values(state=LEASED, owner=owner))
         return found
 
     def release(self, owner: str, keys: Collection[int]) -> None:
         """These items wait again, if they are leased to `owner`."""
         with self._commit() as db:
-            _let_go(db, owner, _ITEMS.c.id.in_(keys))
+            _let_go(db, owner, _I.id.in_(keys))
 
     def reconcile(self, owner: str, keys: Collection[int]) -> None:
         """Items that are leased to `owner`, other than these, wait again: what a call that failed may have leased."""
         with self._commit() as db:
-            _let_go(db, owner, _ITEMS.c.id.not_in(keys))
+            _let_go(db, owner, _I.id.not_in(keys))
 
     def reclaim(self, now_s: float) -> None:
         """What is leased to feeders that have not renewed their names waits again."""
-        late = sa.select(_FEEDERS.c.owner).where(_FEEDERS.c.until_s < now_s)
+        late = sa.select(_O.owner).where(_O.until_s < now_s)
         with self._reading() as db:
             if db.scalar(late.limit(1)) is None:
                 return
         with self._commit() as db:
             for owner in db.scalars(late.with_for_update(skip_locked=True)).all():
                 _let_go(db, owner, sa.true())
-                db.execute(_BATCHES.update().where(_BATCHES.c.owner == owner).values(owner=None))
-                db.execute(_FEEDERS.delete().where(_FEEDERS.c.owner == owner))
+                db.execute(_BATCHES.update().where(_B.owner == owner).values(owner=None))
+                db.execute(_FEEDERS.delete().where(_O.owner == owner))
 
     def tried(self, tries: Mapping[int, int]) -> None:
         """How often items without a result were tried so far, by key."""
-        counted = _ITEMS.update().where(_ITEMS.c.id == sa.bindparam("key"), _ITEMS.c.state < DONE)
+        counted = _ITEMS.update().where(_I.id == sa.bindparam("key"), _I.state < DONE)
         with self._commit() as db:
             rows = [{"key": key, "count": count} for key, count in sorted(tries.items())]
             db.execute(counted.values(tries=sa.bindparam("count")), rows)
@@ -435,8 +410,8 @@ class Store:
                 return True
             found = _write(db, closing(found, now_s))
             base = _base(db, batch)
-            left = sa.select(_ITEMS.c.id - base, _ITEMS.c.custom_id).where(_of(base), _ITEMS.c.state < DONE)
-            rows = db.execute(left.order_by(_ITEMS.c.id).limit(most)).all()
+            left = sa.select(_I.id - base, _I.custom_id).where(_of(base), _I.state < DONE)
+            rows = db.execute(left.order_by(_I.id).limit(most)).all()
             _finish(db, [closed(found, *row) for row in rows], now_s, batch)
             return _known(db, batch).is_over
 
@@ -446,23 +421,23 @@ class Store:
         """Forgets files that have expired and are not being read, and batches that were over before `ended_before_s`,
         with their results. The files that were uploaded and are gone, by id."""
         with self._commit() as db:
-            busy, old = _being_read(db), (_FILES.c.expires_s <= now_s, _FILES.c.purpose == "batch")
-            gone = [name for name in db.scalars(sa.select(_FILES.c.id).where(*old)) if name not in busy]
-            db.execute(_FILES.delete().where(_FILES.c.id.in_(gone)))
-            rows = db.execute(sa.select(*_BATCH).where(_BATCHES.c.status.not_in(OPEN))).all()
+            busy, old = _being_read(db), (_F.expires_s <= now_s, _F.purpose == "batch")
+            gone = [name for name in db.scalars(sa.select(_F.id).where(*old)) if name not in busy]
+            db.execute(_FILES.delete().where(_F.id.in_(gone)))
+            rows = db.execute(sa.select(*_BATCH).where(_B.status.not_in(OPEN))).all()
         for batch in map(_stored, rows):
             if max(batch.times.values(), default=batch.created_s) < ended_before_s:
                 with self._commit() as db:  # one at a time: others want to write, too
                     if _batch(db, batch.id, lock=True) is not None:
                         _forget_items(db, _base(db, batch.id))
-                        db.execute(_FILES.delete().where(_FILES.c.batch == batch.id))
-                        db.execute(_BATCHES.delete().where(_BATCHES.c.id == batch.id))
+                        db.execute(_FILES.delete().where(_F.batch == batch.id))
+                        db.execute(_BATCHES.delete().where(_B.id == batch.id))
         return gone
 
     def uploaded(self) -> set[str]:
         """The ids of all files that were uploaded."""
         with self._reading() as db:
-            return set(db.scalars(sa.select(_FILES.c.id).where(_FILES.c.purpose == "batch")))
+            return set(db.scalars(sa.select(_F.id).where(_F.purpose == "batch")))
 
     def check(self) -> None:
         """Raises `StoreDamaged`."""
@@ -542,7 +517,7 @@ def _add_file(db: Connection, file: StoredFile) -> None:
 
 
 def _file(db: Connection, client: str, name: str) -> StoredFile | None:
-    found = sa.select(*_FILE).where(_FILES.c.id == name, _FILES.c.client == client)
+    found = sa.select(*_FILE).where(_F.id == name, _F.client == client)
     row = db.execute(found).mappings().first()
     return None if row is None else StoredFile(**row)
 
@@ -556,14 +531,14 @@ def _being_read(db: Connection) -> set[str]:
 
 
 def _open(db: Connection) -> list[StoredBatch]:
-    rows = db.execute(sa.select(*_BATCH).where(_BATCHES.c.status.in_(OPEN)).order_by(_BATCHES.c.seq))
+    rows = db.execute(sa.select(*_BATCH).where(_B.status.in_(OPEN)).order_by(_B.seq))
     return [_stored(row) for row in rows]
 
 
 def _batch(db: Connection, name: str, client: str | None = None, *, lock: bool = False) -> StoredBatch | None:
-    found = sa.select(*_BATCH).where(_BATCHES.c.id == name)
+    found = sa.select(*_BATCH).where(_B.id == name)
     if client is not None:
-        found = found.where(_BATCHES.c.client == client)
+        found = found.where(_B.client == client)
     row = db.execute(found.with_for_update() if lock else found).first()
     return None if row is None else _stored(row)
 
@@ -583,20 +558,18 @@ def _known(db: Connection, name: str) -> StoredBatch:
 
 def _base(db: Connection, name: str) -> int:
     """The items of a batch have the ids above it."""
-    seq = db.scalar(sa.select(_BATCHES.c.seq).where(_BATCHES.c.id == name))
+    seq = db.scalar(sa.select(_B.seq).where(_B.id == name))
     if seq is None:
         raise StoreError(f"there is no batch {name}")
     return int(seq) * MOST_NUMBER
 
 
 def _of(base: int) -> sa.ColumnElement[bool]:
-    return _ITEMS.c.id.between(base + 1, base + MOST_NUMBER - 1)
+    return _I.id.between(base + 1, base + MOST_NUMBER - 1)
 
 
 def _is_validating(db: Connection, name: str, owner: str) -> bool:
-    mine = sa.select(_BATCHES.c.seq).where(
-        _BATCHES.c.id == name, _BATCHES.c.status == "validating", _BATCHES.c.owner == owner
-    )
+    mine = sa.select(_B.seq).where(_B.id == name, _B.status == "validating", _B.owner == owner)
     return db.scalar(mine.with_for_update()) is not None
 
 
@@ -604,28 +577,26 @@ def _write(db: Connection, batch: StoredBatch) -> StoredBatch:
     """All but its counts. What is not being validated belongs to no feeder."""
     about = msgspec.json.encode(batch)
     db.execute(
-        _BATCHES.update()
-        .where(_BATCHES.c.id == batch.id)
-        .values(status=batch.status, about=about, owner=None)
+        _BATCHES.update().where(_B.id == batch.id).values(status=batch.status, about=about, owner=None)
     )
     return batch
 
 
 def _forget_items(db: Connection, base: int) -> None:
     db.execute(_ITEMS.delete().where(_of(base)))
-    db.execute(_PARTS.delete().where(_PARTS.c.batch == base // MOST_NUMBER))
+    db.execute(_PARTS.delete().where(_P.batch == base // MOST_NUMBER))
     none = dict.fromkeys(("total", "completed", "failed", "output_bytes", "error_bytes"), 0)
-    db.execute(_BATCHES.update().where(_BATCHES.c.seq == base // MOST_NUMBER).values(none))
+    db.execute(_BATCHES.update().where(_B.seq == base // MOST_NUMBER).values(none))
 
 
 def _add_to_part(db: Connection, base: int, model: str, more: int) -> bool:
     """Whether there is such a part."""
-    part = _PARTS.update().where(_PARTS.c.batch == base // MOST_NUMBER, _PARTS.c.model == model)
-    return bool(db.execute(part.values(left=_PARTS.c.left + more)).rowcount)
+    part = _PARTS.update().where(_P.batch == base // MOST_NUMBER, _P.model == model)
+    return bool(db.execute(part.values(left=_P.left + more)).rowcount)
 
 
 def _let_go(db: Connection, owner: str, which: sa.ColumnElement[bool]) -> None:
-    leased = _ITEMS.update().where(_ITEMS.c.state == LEASED, _ITEMS.c.owner == owner, which)
+    leased = _ITEMS.update().where(_I.state == LEASED, _I.owner == owner, which)
     db.execute(leased.values(state=WAITS, owner=None))
 
 
@@ -633,43 +604,43 @@ _NEW = _ITEMS.insert().values(
     state=WAITS, tries=WAITS, **{name: sa.bindparam(name) for name in ("id", "model", "custom_id", "content")}
 )
 _FREE = (
-    sa.select(*(_ITEMS.c[name] for name in ("id", "custom_id", "content", "tries")))
-    .where(_ITEMS.c.id.between(sa.bindparam("first"), sa.bindparam("last")), _ITEMS.c.state == WAITS)
-    .where(_ITEMS.c.model == sa.bindparam("model"))
-    .order_by(_ITEMS.c.id)
+    sa.select(*(_I[name] for name in ("id", "custom_id", "content", "tries")))
+    .where(_I.id.between(sa.bindparam("first"), sa.bindparam("last")), _I.state == WAITS)
+    .where(_I.model == sa.bindparam("model"))
+    .order_by(_I.id)
     .limit(sa.bindparam("most"))
     .with_for_update(skip_locked=True)
 )
 _END = (
     _ITEMS.update()
-    .where(_ITEMS.c.id == sa.bindparam("key"))
+    .where(_I.id == sa.bindparam("key"))
     .values(state=sa.bindparam("end"), content=sa.bindparam("line"), owner=sa.null())
 )
 _LESS = (
     _PARTS.update()
-    .where(_PARTS.c.batch == sa.bindparam("seq"), _PARTS.c.model == sa.bindparam("of"))
-    .values(left=_PARTS.c.left - sa.bindparam("count"))
+    .where(_P.batch == sa.bindparam("seq"), _P.model == sa.bindparam("of"))
+    .values(left=_P.left - sa.bindparam("count"))
 )
 _ENDED = ("failed", "completed", "error_bytes", "output_bytes")
 _MORE = (
     _BATCHES.update()
-    .where(_BATCHES.c.seq == sa.bindparam("of"))
-    .values({name: _BATCHES.c[name] + sa.bindparam(f"{name}_more") for name in _ENDED})
+    .where(_B.seq == sa.bindparam("of"))
+    .values({name: _B[name] + sa.bindparam(f"{name}_more") for name in _ENDED})
 )
 
 
 def _finish(db: Connection, endings: Sequence[Ending], now_s: int, *also: str) -> int:
     """Holds the rows of all their batches, in order."""
     names = sorted({*also, *(one.batch for one in endings)})
-    held = sa.select(_BATCHES.c.id, _BATCHES.c.seq).where(_BATCHES.c.id.in_(names)).order_by(_BATCHES.c.seq)
+    held = sa.select(_B.id, _B.seq).where(_B.id.in_(names)).order_by(_B.seq)
     seqs: dict[str, int] = dict(db.execute(held.with_for_update()).all())
     first = {
         seqs[one.batch] * MOST_NUMBER + one.number: one for one in reversed(endings) if one.batch in seqs
     }
     rows: list[dict[str, object]] = []
     parts, more = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
-    left = sa.select(_ITEMS.c.id, _ITEMS.c.model).where(_ITEMS.c.id.in_(first), _ITEMS.c.state < DONE)
-    for key, model in db.execute(left.order_by(_ITEMS.c.id)):
+    left = sa.select(_I.id, _I.model).where(_I.id.in_(first), _I.state < DONE)
+    for key, model in db.execute(left.order_by(_I.id)):
         one, seq = first[key], key // MOST_NUMBER
         rows.append({"key": key, "end": 2 if one.is_ok else 3, "line": one.line})
         parts[seq, model] += 1
@@ -680,7 +651,7 @@ def _finish(db: Connection, endings: Sequence[Ending], now_s: int, *also: str) -
         db.execute(_LESS, [{"seq": seq, "of": model, "count": parts[seq, model]} for seq, model in parts])
         changed = {seq: {f"{name}_more": more[seq, name] for name in _ENDED} for seq, _ in parts}
         db.execute(_MORE, [{"of": seq, **counts} for seq, counts in changed.items()])
-    of = sa.select(*_BATCH, _BATCHES.c.output_bytes, _BATCHES.c.error_bytes).where(_BATCHES.c.id.in_(names))
+    of = sa.select(*_BATCH, _B.output_bytes, _B.error_bytes).where(_B.id.in_(names))
     for *row, output_bytes, error_bytes in db.execute(of).all():
         if is_ending(batch := _stored(row)):
             over, files = ended(batch, output_bytes, error_bytes, now_s)

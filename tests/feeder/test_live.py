@@ -253,38 +253,38 @@ def test_two_feeders_over_postgresql_lose_nothing(tokenizer: Path, tmp_path: Pat
         run(body, tokenizer, tmp_path, *kept, feeders=2, step_s=0.01)
 
 
-def test_what_ends_replicas_is_tried_at_two_and_all_else_is_served(tokenizer: Path, tmp_path: Path) -> None:
-    """Nine requests of one client, sixty lines of another: each ends any replica. Beside them is a polite client."""
-    killers, polite, count = 9, 40, 60
-    deaths = 0
+async def restarted(site: Batches, deaths: list[str]) -> None:
+    """Starts replicas again that have ended."""
+    while True:
+        for name, replica in site.replicas.items():
+            if replica.exit_code() is not None:
+                deaths.append(name)
+                replica.start()
+        await asyncio.sleep(0.05)
 
-    async def restarts(site: Batches) -> None:
-        nonlocal deaths
-        while True:
-            for replica in site.replicas.values():
-                if replica.exit_code() is not None:
-                    deaths += 1
-                    replica.start()
-            await asyncio.sleep(0.05)
 
-    async def ask(site: Batches, client: str, prompt: str) -> tuple[int, str]:
-        """Again if no replica was there at all, as the official clients do."""
-        while (found := await ask_once(site, client, prompt))[1] in ("no_replica", "refused"):
-            await asyncio.sleep(0.5)
-        return found
-
-    async def ask_once(site: Batches, client: str, prompt: str) -> tuple[int, str]:
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
-        url = f"{site.gateway_urls[0]}/v1/completions"
+async def ask(site: Batches, client: str, prompt: str) -> tuple[int, str]:
+    """Status and code. Again if no replica was there at all, as the official clients do."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    url = f"{site.gateway_urls[0]}/v1/completions"
+    while True:
         async with site.http.post(url, json=body, headers={"x-fair-client": client}) as answer:
-            found = await answer.json()
-            return answer.status, found.get("error", {}).get("code", "")
+            found = (await answer.json()).get("error", {}).get("code", "")
+        if found not in ("no_replica", "refused"):
+            return answer.status, found
+        await asyncio.sleep(0.5)
+
+
+def test_what_ends_replicas_is_tried_at_two_and_all_else_is_served(tokenizer: Path, tmp_path: Path) -> None:
+    """Nine requests of one client, each of which ends any replica, among those of a polite client."""
+    killers, polite = 9, 40
 
     async def body(site: Batches) -> None:
         await site.ready()
         for client in ("polite", "odd"):
             assert (await ask(site, client, "p"))[0] == 200
-        restarting = asyncio.create_task(restarts(site))
+        deaths: list[str] = []
+        restarting = asyncio.create_task(restarted(site, deaths))
         asked = [ask(site, "odd", f"{POISON} {number}") for number in range(killers)]
         for number in range(polite):
             asked.insert(2 * number, ask(site, "polite", f"p {number}"))
@@ -293,25 +293,39 @@ def test_what_ends_replicas_is_tried_at_two_and_all_else_is_served(tokenizer: Pa
         assert [status for status, _ in found].count(200) == polite, (found, deaths)
         assert len(odd) == killers
         assert set(odd) <= {ENDED, KNOWN, QUARANTINED}
-        assert deaths <= killers + MOST_CONVICTIONS
+        assert len(deaths) <= killers + MOST_CONVICTIONS
         state = (await site.state())["suspects"]
         assert [*state["quarantine"]] == ["odd"]
+        restarting.cancel()
 
+    run(body, tokenizer, tmp_path, replicas=3, router_options=("--quarantine", "20"))
+
+
+def test_sixty_lines_that_end_replicas_are_sixty_errors(tokenizer: Path, tmp_path: Path) -> None:
+    """Whatever becomes of their feeder; with a short quarantine, so that they end the more replicas."""
+    count = 60
+
+    async def body(site: Batches) -> None:
+        await site.ready()
+        assert (await ask(site, "polite", "p"))[0] == 200
+        deaths: list[str] = []
+        restarting = asyncio.create_task(restarted(site, deaths))
         client = site.client("lines")
         name = await created(client, jsonl([line(f"id {n}", f"{POISON} {n}") for n in range(count)]))
         for _ in range(2):
             await asyncio.sleep(2.0)
             site.feeders[0].kill()
             site.feeders[0].start()
-        over = await site.over(client, name, 240.0)
+        over = await site.over(client, name, 400.0)
         assert over.request_counts is not None
         assert (over.status, over.request_counts.failed) == ("completed", count)
         errors = await results(client, over.error_file_id)
         assert [one["custom_id"] for one in errors] == [f"id {n}" for n in range(count)]
+        assert len(deaths) <= 2 * count
         assert (await ask(site, "polite", "p"))[0] == 200
         restarting.cancel()
 
-    run(body, tokenizer, tmp_path, replicas=3, router_options=("--quarantine", "20"))
+    run(body, tokenizer, tmp_path, replicas=3, router_options=("--quarantine", "1"))
 
 
 def test_a_tenants_limits_hold_and_nothing_fails_by_them(tokenizer: Path, tmp_path: Path) -> None:
