@@ -8,7 +8,7 @@ from workloads.deadlines.measures import attained, by, measure, percentile
 from workloads.deadlines.run import Outcome, Served
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size
-from workloads.experiments.qlm_setting import ONE_MODEL, Deadlines, cell, qlm, ratio
+from workloads.experiments.qlm_setting import ONE_MODEL, Deadlines, cell, qlm, ratio, rule
 from workloads.simulation import Site
 
 REPLICAS = 4
@@ -69,8 +69,11 @@ class Shared(Deadlines):
         return [
             cell("flood", ours(), flood, most=None, seeds=seeds, label="within shares"),
             cell("flood.paper", paper, flood, most=None, seeds=seeds, label="the paper's rule"),
+            cell("flood.rule", rule(ours()), flood, most=None, seeds=seeds, label="deadline, within shares"),
             cell("gap", ours(1), gap, most=None, seeds=seeds, label="two clients"),
+            cell("gap.rule", rule(ours(1)), gap, most=None, seeds=seeds, label="two clients, deadline"),
             cell("prefixes", ours(), shared, most=requests, seeds=seeds, label="prefixes count"),
+            cell("prefixes.rule", rule(ours()), shared, most=requests, seeds=seeds, label="deadline"),
             cell("plain", ours(prefixes=False), shared, most=requests, seeds=seeds, label="they do not"),
             cell(
                 "chats",
@@ -109,7 +112,7 @@ class Shared(Deadlines):
             "refused": sum(one.is_refused for one in served),
             "cut": _cut(served),
         }
-        if cell.name == "gap":
+        if cell.name.startswith("gap"):
             queues: Json = outcome.cluster.routers[0].state()["queues"]
             ahead = float(queues["ahead"])
             found |= _gap([clients[name] for name in GAP_CLIENTS], ahead)
@@ -121,13 +124,15 @@ class Shared(Deadlines):
             "light_attained_under_flood": results["flood"].number(light),
             "light_paper": results["flood.paper"].number(light),
             "gap_over_bound": results["gap"].number("gap_over_bound"),
+            "gap_rule": results["gap.rule"].number("gap_over_bound"),
+            "light_rule": results["flood.rule"].number(light),
             "hits_prefix_groups_over_plain": ratio(results, "prefixes", "plain", "hit_rate"),
             "interactions_cut": results["chats"].number("cut"),
             "cut_rpm": results["chats.rpm"].number("cut"),
             "refused": results["chats"].number("refused"),
             "floods": [
                 {"cell": name, "label": results[name].cell.title, "light": light}
-                for name in ("flood", "flood.paper")
+                for name in ("flood", "flood.rule", "flood.paper")
             ],
         }
 

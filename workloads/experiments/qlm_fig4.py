@@ -7,7 +7,7 @@ from workloads.deadlines.measures import measure, percentile
 from workloads.deadlines.run import Outcome
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.contract import Cell, Json, Result, Size
-from workloads.experiments.qlm_setting import ONE_MODEL, Deadlines, cell, qlm, without_eviction
+from workloads.experiments.qlm_setting import ONE_MODEL, Deadlines, cell, qlm, rule, without_eviction
 from workloads.simulation import Site
 
 BATCH = 300
@@ -24,6 +24,7 @@ QLM = qlm(1, new_token_ratio=RESERVES)
 WITHOUT = without_eviction(QLM)
 HOW: Mapping[str, tuple[str, Site]] = {
     "eviction": ("with eviction", QLM),
+    "rule": ("with eviction, deadline", rule(QLM)),
     "none": ("without eviction", WITHOUT),
     "fcfs": ("in order of arrival", replace(WITHOUT, policy="fcfs", policy_options="")),
 }

@@ -13,6 +13,7 @@ from workloads.experiments.qlm_setting import (
     points,
     qlm,
     ratio,
+    rule,
     w_a,
 )
 
@@ -38,6 +39,7 @@ class Hardware(Deadlines):
             part = 100 * slow / REPLICAS
             for name, label, one in (
                 ("qlm", "QLM", fleet),
+                ("rule", "deadline", rule(fleet)),
                 ("turn", "round-robin", other("spread", fleet)),
                 ("random", "random", other("spread", fleet, by="random")),
             ):
@@ -68,9 +70,10 @@ class Hardware(Deadlines):
                     "gain": gains[slow],
                     **{
                         name: results[f"{name}.{slow}"].shown("throughput_per_s")
-                        for name in ("qlm", "turn", "random")
+                        for name in ("qlm", "rule", "turn", "random")
                     },
                     "qlm_met": results[f"qlm.{slow}"].shown("attained"),
+                    "rule_met": results[f"rule.{slow}"].shown("attained"),
                     "turn_met": results[f"turn.{slow}"].shown("attained"),
                 }
                 for slow in counts
@@ -107,6 +110,7 @@ class Mega(Deadlines):
             most = round((TRACE if full else 200) / (1 + part * (MEGA_COST - 1)))
             for name, label, one in (
                 ("qlm", "QLM", fleet),
+                ("rule", "deadline", rule(fleet)),
                 ("edf", "EDF", other("edf", fleet)),
                 ("fcfs", "FCFS", other("fcfs_models", fleet)),
             ):
@@ -136,7 +140,10 @@ class Mega(Deadlines):
                 {
                     "part": part,
                     "gain": gains[part],
-                    **{name: results[f"{name}.{part}"].shown("attained") for name in ("qlm", "edf", "fcfs")},
+                    **{
+                        name: results[f"{name}.{part}"].shown("attained")
+                        for name in ("qlm", "rule", "edf", "fcfs")
+                    },
                 }
                 for part in parts
             ],

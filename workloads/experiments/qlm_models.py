@@ -14,6 +14,7 @@ from workloads.experiments.qlm_setting import (
     points,
     qlm,
     ratio,
+    rule,
     w_b,
     with_fleet,
     without_eviction,
@@ -38,6 +39,7 @@ class Drain(Deadlines):
             fleet = qlm(replicas, models)
             systems = (
                 ("grouped", "groups (QLM)", fleet),
+                ("rule", "deadline", rule(fleet)),
                 ("edf", "EDF", other("edf", fleet)),
                 ("affine", "EDF, loaded model first", other("edf", fleet, prefers_loaded=True)),
             )
@@ -98,6 +100,7 @@ class Models(Deadlines):
             cell(f"{name}.{replicas}.{rate:.0f}", one, w_b(rate), most=most, seeds=seeds, label=label)
             for name, label, one in (
                 ("qlm", "QLM", fleet),
+                ("rule", "deadline", rule(fleet)),
                 ("edf", "EDF", other("edf", fleet)),
                 ("affine", "EDF, loaded model first", other("edf", fleet, prefers_loaded=True)),
                 ("shepherd", "SHEPHERD", other("shepherd", fleet)),
@@ -115,7 +118,7 @@ class Models(Deadlines):
         rows = []
         for replicas, rate in sweeps:
             row: dict[str, Json] = {"replicas": replicas, "rate": rate}
-            for name in ("qlm", "edf", "affine", "shepherd"):
+            for name in ("qlm", "rule", "edf", "affine", "shepherd"):
                 result = results[f"{name}.{replicas}.{rate:.0f}"]
                 row[name] = result.shown("attained")
                 row[f"{name}_rate"] = result.shown("throughput_per_s")
@@ -163,6 +166,7 @@ class Queues(Deadlines):
             fleet = qlm(QUEUE_REPLICAS, W_B)
             for name, label, one in (
                 ("qlm", "QLM", fleet),
+                ("rule", "deadline", rule(fleet)),
                 ("edf", "EDF", other("edf", fleet)),
                 ("fcfs", "FCFS", other("fcfs_models", fleet)),
                 ("shepherd", "SHEPHERD", other("shepherd", fleet)),
@@ -184,7 +188,7 @@ class Queues(Deadlines):
                 "over": over(rate),
                 "over_requests": over(rate, ("edf", "fcfs")),
             }
-            for name in ("qlm", "edf", "fcfs", "shepherd"):
+            for name in ("qlm", "rule", "edf", "fcfs", "shepherd"):
                 row[name] = results[f"{name}.{rate:.0f}"].shown("attained")
             rows.append(row)
         return {

@@ -9,6 +9,7 @@ from workloads.deadlines.measures import attained
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.contract import SEEDS, Cell, Json, Measured, Result, Size, TrafficSpec
 from workloads.experiments.qlm_setting import (
+    LABELS,
     PAPER_QLM,
     TRACE,
     W_B,
@@ -16,6 +17,7 @@ from workloads.experiments.qlm_setting import (
     cell,
     other,
     qlm,
+    rule,
     run_of,
     w_a,
     w_b,
@@ -104,7 +106,7 @@ NEEDED = 0.99
 ONE_RATE = 6.0
 SEVERAL_RATE = 8.0
 SEVENTY = {"llama-70b": "llama-2-70b-4bit"}
-SYSTEMS = ("qlm", "shepherd", "edf")
+SYSTEMS = ("qlm", "deadline", "shepherd", "edf")
 
 
 class Needed(Deadlines):
@@ -118,14 +120,14 @@ class Needed(Deadlines):
             for name, models, streams in (("one", SEVENTY, one), ("several", W_B, w_b(SEVERAL_RATE))):
                 fleet = qlm(1, models)
                 if system != "qlm":
-                    fleet = other(system, fleet)
+                    fleet = rule(fleet) if system == "deadline" else other(system, fleet)
                 found.append(
                     cell(
                         f"{system}.{name}",
                         fleet,
                         streams,
                         most=(600 if name == "one" else 800) if full else 60,
-                        label=f"{system}, {name}",
+                        label=f"{LABELS[system]}, {name}",
                         most_replicas=MOST_REPLICAS if full else 4,
                     )
                 )

@@ -50,6 +50,7 @@ PLANS: Mapping[str, Json] = {"solver": "search", "plan_work": 2_000_000}
 
 LABELS: Mapping[str, str] = {
     "qlm": "QLM",
+    "deadline": "deadline",
     "edf": "EDF",
     "fcfs_models": "FCFS",
     "shepherd": "SHEPHERD",
@@ -99,6 +100,14 @@ def other(placement: str, like: Site, policy: str = "fcfs", **options: Json) -> 
     """Another system on the same machines, whose replicas serve in order of arrival and take nobody back."""
     made = replace(like, placement=placement, placement_options=options, policy=policy)
     return with_fleet(made, host_kv_bytes=0.0) if policy == "fcfs" else made
+
+
+def rule(like: Site) -> Site:
+    """The product's own rule in place of QLM. A replica that is to load another model at once ends what it runs at
+    once."""
+    known = {name: one for name, one in like.placement_options.items() if name in ("tiers", "evicts")}
+    options = {**known, "finish_s": 0.0}
+    return with_fleet(replace(like, placement="deadline", placement_options=options), finish_s=0.0)
 
 
 def w_a(rate_per_s: float, **others: Any) -> list[Stream]:

@@ -17,6 +17,7 @@ from workloads.experiments.qlm_setting import (
     points,
     qlm,
     ratio,
+    rule,
     w_a,
     with_fleet,
     without_eviction,
@@ -30,6 +31,7 @@ REPLICAS = 4
 RATES = (8.0, 12.0, 16.0, 20.0, 26.0)
 """Requests a second of all classes together."""
 OTHERS = ("edf", "fcfs_models", "shepherd")
+SYSTEMS = ("qlm", "deadline", *OTHERS)
 MOST_MET = 0.9
 """Where QLM meets so many, it is compared."""
 
@@ -44,7 +46,7 @@ class Sweep(Deadlines):
             fleet = qlm(SWEEP_REPLICAS)
             streams, most = w_a(rate), TRACE if full else 400
             seeds = SEEDS[:1]
-            systems = (fleet, *(other(name, fleet) for name in OTHERS))
+            systems = (fleet, rule(fleet), *(other(name, fleet) for name in OTHERS))
             found += [
                 cell(f"{one.placement}.{rate:.0f}", one, streams, most=most, seeds=seeds) for one in systems
             ]
@@ -71,12 +73,10 @@ class Sweep(Deadlines):
             "rate": busiest,
             "rate_points": most,
             "met": len(met),
-            "rows": [
-                {"rate": rate, **{name: f"{name}.{rate:.0f}" for name in ("qlm", *OTHERS)}} for rate in rates
-            ],
+            "rows": [{"rate": rate, **{name: f"{name}.{rate:.0f}" for name in SYSTEMS}} for rate in rates],
         }
         for row in found["rows"]:
-            for name in ("qlm", *OTHERS):
+            for name in SYSTEMS:
                 cell_of = results[row.pop(name)]
                 row[name] = cell_of.shown("attained")
                 row[f"{name}_chat"] = cell_of.shown("classes/interactive/attained")
@@ -95,7 +95,7 @@ def _points(results: Mapping[str, Result], rate: float, name: str) -> float:
 def _draw(canvas: "Canvas", results: Mapping[str, Result]) -> None:
     axes = canvas.subplots()
     rates = sorted({float(name.rpartition(".")[2]) for name in results})
-    for place, name in enumerate(("qlm", *OTHERS)):
+    for place, name in enumerate(SYSTEMS):
         line = [100 * results[f"{name}.{rate:.0f}"].number("attained") for rate in rates]
         axes.plot(rates, line, marker="o", color=style.client_colour(place), label=LABELS[name])
     axes.set_xlabel("requests/s")
@@ -126,6 +126,7 @@ class Ablation(Deadlines):
         ]
         without = {
             "all": ("QLM", fleet),
+            "rule": ("deadline", rule(fleet)),
             "eviction": ("without eviction", without_eviction(fleet)),
             "swap": ("without swapping", with_fleet(fleet, swaps=False)),
             "pulling": ("without pulling", other("push", fleet, "slo")),
