@@ -29,7 +29,7 @@ from router.events import (
 from router.placement import PLACEMENTS, build
 from router.placement.centralized_dlpm import CentralizedDlpm
 from router.placement.contract import Holding, Swapping
-from router.swaps import LONGEST_RETRY_S, RETRY_S, Phase
+from router.swaps import ASK_S, LONGEST_RETRY_S, RETRY_S, Phase
 from router.wire import pack_tokens
 from tests.support.budget import examples
 
@@ -174,6 +174,27 @@ def test_held_requests_wait_for_a_model_that_can_be_loaded_and_for_no_other() ->
     assert [(one.id, one.reason) for _, one in sent if isinstance(one, Refuse)] == [
         ("q2", "no worker of model a is up")
     ], "nobody can have it loaded any more"
+
+
+def test_a_worker_at_work_is_asked_about_now_and_then_and_one_that_is_idle_at_once() -> None:
+    placement = Wishes()
+    made = site(placement, "r0", "r1")
+    for number in range(4):
+        ask(made, f"q{number}", "a", 1.0)
+    assert [worker(made, name)["in_flight"] for name in ("r0", "r1")] == [2, 2]
+    made.handle(Progress("q0", 1), 1.0, PEER)
+    made.handle(Progress("q0", 2), 1.0 + ASK_S, PEER)
+    placement.wishes["r1"] = "b"
+    made.handle(Progress("q0", 3), 1.0 + 1.5 * ASK_S, PEER)
+    assert worker(made, "r1")["state"] == "up"
+    made.handle(Progress("q0", 4), 1.0 + 2 * ASK_S, PEER)
+    assert worker(made, "r1")["state"] == "swapping"
+    placement.wishes["r0"] = "b"
+    mine = [f"q{number}" for number in range(4) if made._flights[f"q{number}"].worker.name == "r0"]
+    for name in mine:
+        assert worker(made, "r0")["state"] == "up"
+        made.handle(Done(name), 1.0 + 2.1 * ASK_S, PEER)
+    assert worker(made, "r0")["state"] == "swapping"
 
 
 def test_what_runs_finishes_or_is_cut_when_it_has_had_its_time_if_somebody_can_go_on_with_it() -> None:
