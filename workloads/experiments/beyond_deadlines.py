@@ -126,6 +126,7 @@ class Shared(Deadlines):
             "gap_over_bound": results["gap"].number("gap_over_bound"),
             "gap_rule": results["gap.rule"].number("gap_over_bound"),
             "light_rule": results["flood.rule"].number(light),
+            "hits_rule": ratio(results, "prefixes.rule", "plain", "hit_rate"),
             "hits_prefix_groups_over_plain": ratio(results, "prefixes", "plain", "hit_rate"),
             "interactions_cut": results["chats"].number("cut"),
             "cut_rpm": results["chats.rpm"].number("cut"),
