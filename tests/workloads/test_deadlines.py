@@ -13,7 +13,7 @@ from sglang_fair.common.deadlines import Promise
 from workloads.deadlines.measures import attained, by, measure, percentile
 from workloads.deadlines.run import Served, simulate
 from workloads.deadlines.traffic import LONGEST_TOKENS, OUTPUT_MEAN, PROMPT_MEAN, Asked, Stream, requests
-from workloads.experiments.qlm_setting import ONE_MODEL, other, qlm
+from workloads.experiments.qlm_setting import ONE_MODEL, other, qlm, rule
 from workloads.simulation import Fleet, Site
 from workloads.simulation.baselines import BASELINES
 from workloads.simulation.cluster import Cluster, Flight
@@ -248,6 +248,21 @@ def test_a_flood_delays_nobody_who_is_within_its_share(kind: str) -> None:
     served = simulate(qlm(1, options={}, shares=True), asked).served
     assert attained([one for one in served if one.asked.client == "light"]) == 1.0
     assert all(one.ended_s is not None for one in served)
+
+
+@pytest.mark.slow
+def test_whatever_deadlines_they_claim_two_clients_that_wait_are_served_alike() -> None:
+    """One claims a second, so nearly all that it sends is late, and the other an hour."""
+    model = next(iter(ONE_MODEL))
+    claims = {"urgent": 1.0, "patient": 3600.0}
+    asked = requests(
+        [Stream(model, "batch-1", 20.0, until_s=45.0, client=k, slo_s=v) for k, v in claims.items()], "0"
+    )
+    sent = dict.fromkeys(claims, 0)
+    for one in simulate(rule(qlm(1, options={}, shares=True)), asked).served:
+        if one.placed_s is not None and one.placed_s <= 45.0:
+            sent[one.asked.client] += one.asked.prompt_tokens + 2 * one.asked.output_tokens
+    assert sent["urgent"] == pytest.approx(sent["patient"], rel=0.15)
 
 
 @pytest.mark.slow

@@ -40,8 +40,9 @@ AHEAD_PART = 0.25
 """Of the smallest KV cache."""
 RECOMPUTED = 4.0
 """A prompt token that is not cached at a worker, in tokens that wait there: computing it again is lost to all."""
-JUDGED = 1
-"""Requests that come into another tier with one that goes, at most."""
+JUDGED = 16
+"""Requests that come into another tier with one that goes, at most: those that miss their deadline change theirs too,
+and are more than those that go."""
 
 
 @dataclass
