@@ -20,7 +20,7 @@ a deadline of an hour does not cause a swap now. O(groups · queues).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from math import inf
 from typing import Literal, NamedTuple
 
 FAR_S = 30 * 86_400.0
@@ -93,37 +93,12 @@ class Slot(NamedTuple):
     late_s: float
 
 
-class BadProblem(ValueError):
-    """What is asked cannot be planned: names that are there twice, or a group that no worker can serve."""
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Demands and queues, each named once. Raises `BadProblem`."""
+    """Demands and queues, each named once. Each demand can be served by one of them."""
 
     demands: Sequence[Demand]
     queues: Sequence[Queue]
-
-    def __post_init__(self) -> None:
-        workers = {queue.worker for queue in self.queues}
-        if len(workers) < len(self.queues):
-            raise BadProblem("a worker has two queues")
-        if len({demand.number for demand in self.demands}) < len(self.demands):
-            raise BadProblem("a group is there twice")
-        for queue in self.queues:
-            times = (queue.ahead_s, queue.tail_s, *queue.swap_s.values())
-            if not all(isfinite(one) and one >= 0 for one in times):
-                raise BadProblem(f"the times of {queue.worker} must be finite and not negative")
-            if queue.swap_s and queue.loaded is not None and queue.loaded not in queue.swap_s:
-                raise BadProblem(f"how long {queue.worker} takes to load {queue.loaded} again is not said")
-        for demand in self.demands:
-            times = (*demand.drain_s.values(), *demand.tail_s.values())
-            if not all(isfinite(one) and one >= 0 for one in times) or not isfinite(demand.slack_s):
-                raise BadProblem(f"a time of group {demand.number} is not finite, or is negative")
-            if demand.tier not in (0, 1):
-                raise BadProblem(f"group {demand.number} is of tier {demand.tier}: there are 0 and 1")
-            if not any(can_serve(queue, demand) for queue in self.queues):
-                raise BadProblem(f"no worker can serve group {demand.number} of model {demand.model}")
 
 
 def can_serve(queue: Queue, demand: Demand) -> bool:
@@ -253,7 +228,7 @@ def stays(queue: Queue, order: Sequence[Demand]) -> bool:
 
 Solver = Literal["auto", "search", "milp"]
 SOLVERS: tuple[Solver, ...] = ("auto", "search", "milp")
-MOST_WORK = 4_000_000
+MOST_WORK = 1_500_000
 """Groups that a search may look at."""
 
 

@@ -1,9 +1,4 @@
-"""The virtual queues as people see them: plain maps, texts and finite numbers.
-
-report    all queues: what waits by model, class and tier, each worker's groups in order with when they start, and
-          how good the estimates and the plans were
-standing  one request that waits: its group, and what stands before it
-"""
+"""The virtual queues as people see them: plain maps, texts and finite numbers."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,9 +8,6 @@ from router.placement.qlm.groups import Group
 from router.placement.qlm.problem import Slot
 from router.placement.qlm.queues import VirtualQueues
 
-_Sort = tuple[str, str, int]
-"""Model, class and tier."""
-
 MOST_GROUPS = 20
 """Of a worker that are listed."""
 LATE = "(late)"
@@ -23,35 +15,37 @@ LATE = "(late)"
 
 
 def report(queues: VirtualQueues, now_s: float) -> dict[str, object]:
-    """All queues. O(groups)."""
-    waiting, late = Counter[_Sort](), Counter[_Sort]()
+    """What waits by model, class and tier, each worker's groups in order with when they start, and how good estimates
+    were. O(groups)."""
+    waiting, late, workers = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]](), {}
     for group in queues.groups:
         waiting[_sort(group)] += len(group)
-    workers = {}
-    for name in queues.orders():
-        slots = queues.slots(name, now_s)
-        for slot in slots:
-            group = queues.groups.by_number[slot.demand.number]
-            if slot.late_s > 0:
-                late[_sort(group)] += len(group)
-        workers[name] = _worker(queues, name, slots)
-    sorts = [sort for sort in sorted(waiting) if waiting[sort]]
+    for name, worker in queues.workers.items():
+        rows = [(queues.groups.by_number[slot.demand.number], slot) for slot in queues.slots(name, now_s)]
+        for group, slot in rows:
+            late[_sort(group)] += len(group) * (slot.late_s > 0)
+        workers[name] = {
+            "loaded": worker.loaded,
+            "wanted": queues.wanted(name),
+            "in_flight": len(worker.in_flight),
+            "in_flight_tokens": _number(worker.in_flight_tokens),
+            "kv_tokens": worker.kv_tokens,
+            "waiting": sum(len(group) for group, _ in rows),
+            "groups": [_row(*row) for row in rows[:MOST_GROUPS]],
+            "more_groups": max(0, len(rows) - MOST_GROUPS),
+        }
+    keys = "model", "class", "tier"
     r2 = queues.estimator.r2
     return {
         "groups": len(queues.groups),
         "stranded": len(queues.stranded),
         "waiting": [
-            {
-                "model": model,
-                "class": slo_class,
-                "tier": tier,
-                "requests": waiting[model, slo_class, tier],
-                "late": late[model, slo_class, tier],
-            }
-            for model, slo_class, tier in sorts
+            {**dict(zip(keys, sort, strict=True)), "requests": waiting[sort], "late": late[sort]}
+            for sort in sorted(waiting)
+            if waiting[sort]
         ],
         "workers": workers,
-        "r2": r2 if r2 is not None and isfinite(r2) else None,
+        "r2": None if r2 is None else _number(r2),
     }
 
 
@@ -63,62 +57,47 @@ def standing(
     group = queues.groups.of(request_id)
     if group is None:
         return None
+    model, slo_class, tier = _sort(group)
     found: dict[str, object] = {
         "group": group.number,
-        "model": group.kind.model,
-        "class": _class_of(group),
-        "tier": group.kind.tier,
+        "model": model,
+        "class": slo_class,
+        "tier": tier,
         "with": max(0, len(group) - 1),
     }
     if not ahead:
         return found
     worker = next((name for name, order in queues.orders().items() if group.number in order), None)
-    found["worker"] = worker
     if worker is None:
-        return found
+        return found | {"worker": None}
     slots = queues.slots(worker, now_s)
     at = next((at for at, slot in enumerate(slots) if slot.demand.number == group.number), 0)
-    before = [queues.groups.by_number[slot.demand.number] for slot in slots[:at]]
+    before = [(queues.groups.by_number[slot.demand.number], slot) for slot in slots[:at]]
     wait = queues.wait(request_id, now_s)
     return found | {
+        "worker": worker,
         "groups_before": len(before),
-        "requests_before": sum(map(len, before)),
+        "requests_before": sum(len(one) for one, _ in before),
         "swaps_before": sum(slot.swaps for slot in slots[: at + 1]),
-        "before": [_row(one, slot) for one, slot in zip(before, slots, strict=False)][:MOST_GROUPS],
+        "before": [_row(*one) for one in before[:MOST_GROUPS]],
         "wait_s": None if wait is None else _number(wait.mean_s),
         "likely_s": None if wait is None else _number(wait.likely_s),
     }
 
 
-def _sort(group: Group) -> _Sort:
-    return group.kind.model, _class_of(group), group.kind.tier
-
-
-def _class_of(group: Group) -> str:
-    """Without what tells apart those of one class that were promised unlike times."""
-    return LATE if group.kind.late else group.kind.slo_class.partition("~")[0]
-
-
-def _worker(queues: VirtualQueues, name: str, slots: list[Slot]) -> dict[str, object]:
-    worker, groups = queues.workers[name], queues.groups.by_number
-    return {
-        "loaded": worker.loaded,
-        "wanted": queues.wanted(name),
-        "in_flight": len(worker.in_flight),
-        "in_flight_tokens": _number(worker.in_flight_tokens),
-        "kv_tokens": worker.kv_tokens,
-        "waiting": sum(len(groups[slot.demand.number]) for slot in slots),
-        "groups": [_row(groups[slot.demand.number], slot) for slot in slots[:MOST_GROUPS]],
-        "more_groups": max(0, len(slots) - MOST_GROUPS),
-    }
+def _sort(group: Group) -> tuple[str, str, int]:
+    """Model, class and tier; the class without what tells apart those that were promised unlike times."""
+    kind = group.kind
+    return kind.model, LATE if kind.late else kind.slo_class.partition("~")[0], kind.tier
 
 
 def _row(group: Group, slot: Slot) -> dict[str, object]:
+    model, slo_class, tier = _sort(group)
     return {
         "group": group.number,
-        "model": group.kind.model,
-        "class": _class_of(group),
-        "tier": group.kind.tier,
+        "model": model,
+        "class": slo_class,
+        "tier": tier,
         "waiting": len(group),
         "running": group.running,
         "begun": group.begun_on is not None,

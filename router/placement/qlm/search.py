@@ -9,7 +9,7 @@ The result is never worse than any start. As long as groups are late, they and t
 none is, all are, so as to start earlier, and there are no restarts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -144,20 +144,24 @@ class _Search:
             first = 0
             if demand.is_bound:
                 first = max((at + 1 for at, one in enumerate(order) if not one.tier), default=0)
-            before = _Front(queue, order[:first])
+            before = _empty(queue).then(order[:first])
             for place in range(first, len(order) + 1):
-                added = before.copy()
-                added.go(demand)
-                for one in order[place:]:
-                    added.go(one)
-                self.work += len(order) - place + 1
-                worth = _sum(added.worth, Worth(*(-part for part in own))).rounded()
-                if worth < least:
-                    best, least = (name, place), worth
+                added = before.then((demand,))
+                self.work += 1
+                if (added.late_s - before.late_s, added.later_s - before.later_s) <= least[:2]:
+                    added = added.then(order[place:])
+                    self.work += len(order) - place
+                    worth = Worth(
+                        added.late_s - own.late_s,
+                        added.later_s - own.later_s,
+                        added.waiting_s - own.waiting_s,
+                    ).rounded()
+                    if worth < least:
+                        best, least = (name, place), worth
                 if place < len(order):
                     if demand.tier == 0 and order[place].is_bound:
                         break
-                    before.go(order[place])
+                    before = before.then((order[place],))
         return best
 
     def _shake(self) -> None:
@@ -173,38 +177,38 @@ class _Search:
             self._put(self.demands[number], *self._best(self.demands[number]))
 
 
-class _Front:
-    """The first groups of a queue: when they are done, and what they are worth. `problem.slots`, step by step."""
+class _Front(NamedTuple):
+    """The first groups of a queue: when they are done, and what they are worth (`problem.slots`)."""
 
-    __slots__ = ("late_s", "later_s", "model", "now_s", "queue", "tail_s", "waiting_s")
+    queue: Queue
+    now_s: float
+    tail_s: float
+    model: str | None
+    late_s: float = 0.0
+    later_s: float = 0.0
+    waiting_s: float = 0.0
 
-    def __init__(self, queue: Queue, order: list[Demand]) -> None:
-        self.queue = queue
-        self.now_s, self.tail_s, self.model = queue.ahead_s, queue.tail_s, queue.loaded
-        self.late_s = self.later_s = self.waiting_s = 0.0
-        for demand in order:
-            self.go(demand)
-
-    def copy(self) -> "_Front":
-        made = _Front.__new__(_Front)
-        made.queue, made.now_s, made.tail_s, made.model = self.queue, self.now_s, self.tail_s, self.model
-        made.late_s, made.later_s, made.waiting_s = self.late_s, self.later_s, self.waiting_s
-        return made
-
-    def go(self, demand: Demand) -> None:
-        """One more."""
-        start_s = self.now_s
-        if demand.model != self.model:
-            start_s += self.tail_s + self.queue.swap_s[demand.model]
-        self.now_s = start_s + demand.drain_s[self.queue.worker]
-        late_s = max(start_s - demand.slack_s, self.now_s - demand.last_slack_s)
-        if late_s > 0:
-            if demand.tier:
-                self.later_s += late_s
-            else:
-                self.late_s += late_s
-        self.waiting_s += start_s
-        self.tail_s, self.model = demand.tail_s.get(self.queue.worker, 0.0), demand.model
+    def then(self, demands: Iterable[Demand]) -> "_Front":
+        """These behind them."""
+        queue, now_s, tail_s, model, late_s, later_s, waiting_s = self
+        worker, swap_s = queue.worker, queue.swap_s
+        for demand in demands:
+            own = demand.model
+            if own != model:
+                now_s += tail_s + swap_s[own]
+                model = own
+            waiting_s += now_s
+            late = now_s - demand.slack_s
+            now_s += demand.drain_s[worker]
+            if now_s - demand.last_slack_s > late:
+                late = now_s - demand.last_slack_s
+            if late > 0:
+                if demand.tier:
+                    later_s += late
+                else:
+                    late_s += late
+            tail_s = demand.tail_s.get(worker, 0.0)
+        return _Front(queue, now_s, tail_s, model, late_s, later_s, waiting_s)
 
     @property
     def worth(self) -> Worth:
@@ -217,7 +221,11 @@ def search(problem: Problem, *, most_work: int = MOST_WORK, seed: int = 0) -> Fo
 
 
 def _of(queue: Queue, order: list[Demand]) -> Worth:
-    return _Front(queue, order).worth
+    return _empty(queue).then(order).worth
+
+
+def _empty(queue: Queue) -> _Front:
+    return _Front(queue, queue.ahead_s, queue.tail_s, queue.loaded)
 
 
 def _sum(*worths: Worth) -> Worth:

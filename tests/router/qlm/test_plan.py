@@ -14,7 +14,6 @@ from router.placement.qlm import milp
 from router.placement.qlm.plan import MOST_REPLICAS, plan, shortage
 from router.placement.qlm.problem import (
     FAR_S,
-    BadProblem,
     Demand,
     Needed,
     Problem,
@@ -242,27 +241,6 @@ def test_all_orders_of_a_small_problem_keep_the_rules() -> None:
     assert len(list(all_orders(Problem(demands, queues)))) == 6
     assert len(list(all_orders(Problem([replace(demands[0], tier=1), demands[1]], queues)))) == 4
     assert len(list(all_orders(Problem([replace(demands[0], begun_on="v"), demands[1]], queues)))) == 3
-
-
-@pytest.mark.parametrize(
-    ("demands", "queues", "text"),
-    [
-        ([], [Queue("w", "m"), Queue("w", "m")], "two queues"),
-        ([Demand(1, "m", 0, {"w": 1})] * 2, [Queue("w", "m")], "twice"),
-        ([Demand(1, "n", 0, {"w": 1})], [Queue("w", "m")], "no worker can serve group 1 of model n"),
-        ([Demand(1, "m", 0, {"w": 1}, begun_on="v")], [Queue("w", "m")], "no worker can serve"),
-        ([Demand(1, "m", float("nan"), {"w": 1})], [Queue("w", "m")], "not finite"),
-        ([Demand(1, "m", 0, {"w": -1})], [Queue("w", "m")], "negative"),
-        ([Demand(1, "m", 0, {"w": 1}, tier=2)], [Queue("w", "m")], "tier 2"),
-        ([], [Queue("w", "m", {"m": float("inf")})], "finite"),
-        ([], [Queue("w", "m", {"n": 1.0})], "load m again"),
-    ],
-)
-def test_a_problem_that_cannot_be_planned_says_why(
-    demands: list[Demand], queues: list[Queue], text: str
-) -> None:
-    with pytest.raises(BadProblem, match=text):
-        Problem(demands, queues)
 
 
 def test_nothing_to_plan() -> None:
