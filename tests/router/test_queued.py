@@ -41,7 +41,7 @@ MODELS = ("a", "b")
 
 
 class Site:
-    """A router with queues, workers that serve what they are given, and a planner."""
+    """A router with queues, workers that serve what they are given, and plans."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)

@@ -45,7 +45,7 @@ BATCH_2 = tuple(model for model in W_B if model.startswith("b2"))
 PAPER_QLM: Mapping[str, Json] = {"prefixes": False, "tiers": False}
 """The paper's: nobody has a share, and prefixes do not count."""
 
-PLANS: Mapping[str, Json] = {"solver": "search", "plan_work": 2_000_000}
+PLANS: Mapping[str, Json] = {"solver": "search", "plan_work": 50_000}
 """The same plan for the same queues, however fast the machine is."""
 
 LABELS: Mapping[str, str] = {
