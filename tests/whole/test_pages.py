@@ -48,8 +48,8 @@ def text_of(page: str) -> str:
 
 @cache
 def prose_of(page: str) -> str:
-    """Without what the changelog says of earlier releases, where names were other ones."""
-    return text_of(page).partition("\n## [0.1.0]")[0] if page == "CHANGELOG.md" else text_of(page)
+    """Without what the changelog says of earlier releases, where names were other ones, and of what is gone."""
+    return text_of(page).partition("\n### Removed")[0] if page == "CHANGELOG.md" else text_of(page)
 
 
 @cache
