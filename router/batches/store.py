@@ -364,8 +364,7 @@ class Store:
                         found.append((batch, Item(key - base, custom_id, model, body, tries, key)))
                         most_bytes -= len(body)
             if found:
-                keys = [item.key for _, item in found]
-                db.execute(_ITEMS.update().where(_I.id.in_(keys)).values(state=LEASED, owner=owner))
+                _many(db, _TAKE, [{"key": item.key, "of": owner} for _, item in found])
         return found
 
     def release(self, owner: str, keys: Collection[int]) -> None:
@@ -611,6 +610,7 @@ _FREE = (
     .limit(sa.bindparam("most"))
     .with_for_update(skip_locked=True)
 )
+_TAKE = _ITEMS.update().where(_I.id == sa.bindparam("key")).values(state=LEASED, owner=sa.bindparam("of"))
 _END = (
     _ITEMS.update()
     .where(_I.id == sa.bindparam("key"))

@@ -244,7 +244,9 @@ class Feeder:
     # -- inside
 
     def _window(self, model: str) -> Window:
-        return self._windows.setdefault(model, Window(FIRST, self._most))
+        if model not in self._windows:
+            self._windows[model] = Window(FIRST, self._most)
+        return self._windows[model]
 
     def _is_held(self, kind: str, name: str, now_s: float) -> bool:
         until_s = self._held_until_s.get((kind, name))

@@ -36,7 +36,6 @@ from sglang_fair.settings.commands import Option
 BATCHES, CLIENTS, WINDOW = 40, 20, 1024
 PROMPT = b"word " * 60
 RESULT = b'{"text":"%s"}' % (b"x" * 640)
-DAY_S = 86_400
 
 
 def a_line(number: int) -> bytes:
@@ -52,7 +51,7 @@ def a_batch(number: int, run: str) -> StoredBatch:
     now_s = int(time.time())
     return StoredBatch(
         id=f"batch_{run}{number:08d}", client=f"client {number % CLIENTS}", endpoint="/v1/completions",
-        input_file="input", window="24h", created_s=now_s, expires_s=now_s + DAY_S, models=("tiny",),
+        input_file="input", window="24h", created_s=now_s, expires_s=now_s + 86_400, models=("tiny",),
     )  # fmt: skip
 
 
@@ -66,7 +65,7 @@ def accept(store: Store, uploads: Path, items: int, owner: str) -> float:
         store.add_batch(a_batch(number, owner[:24]))
     began_s = time.perf_counter()
     for _ in range(BATCHES):
-        store.renew(owner, time.time() + DAY_S)
+        store.renew(owner, time.time() + 86_400)
         batch = store.claim(owner, ())
         assert batch is not None
         validation = Validation(store, blobs, batch, owner, items, 1 << 24)
