@@ -1,16 +1,15 @@
-"""How long the queues of groups take: a plan, by groups and queues; a request's arrival and its pull among many.
+"""How long a placement with queues takes: an arrival, a pull and an end among many that wait; a look at all models.
 
     sglang-fair bench queue [--quick] [--json FILE]
 
-Everything runs in one process and one thread, on the pure code of `router.placement.qlm`.
+Everything runs in one process and one thread, on the pure placements `deadline` and `qlm`, called as the router's core
+calls them; what a prompt matches costs nothing here. All times are CPU time, with `--requests` of a hundred clients
+waiting for `WORKERS` full workers of `MODELS` models; the garbage collector is set as in the router's own process.
 
-* plan_s: CPU time of one plan (`plan`, with the search) for groups of four models of which about half cannot be in
-  time, so that the search goes on until its work is over. `late_s` and `edf_late_s` are the lateness of tier 0 in the
-  plan and in EDF with the same groups: what the time buys.
-* arrive_us: a request gets its tier and its group. pull_us: a worker gets its next request, and a few come into another
-  tier because of that. end_us: it is over. All CPU times, with `--requests` of four models and a hundred clients
-  waiting; the garbage collector is set as in the router's own process.
-* bytes_per_request: how much Python allocates for one that waits, its tag and its place included.
+* arrive_us: a request comes to wait. pull_us: a worker with room gets its next one. end_us: one is over
+* look_ms: a look of `deadline` at all models, of which there is one each half second. plans: of `qlm`, of groups of
+  which about half cannot be in time, so that the search goes on until its work is over
+* bytes_per_request: how much Python allocates for one that waits
 """
 
 import gc
@@ -18,79 +17,65 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from router.collector import collect_young_only
-from router.placement.qlm.estimate import Estimator
-from router.placement.qlm.groups import Entry, Groups
+from router.placement import build
+from router.placement.contract import Ended, Request
+from router.placement.deadline.rule import Deadline
 from router.placement.qlm.plan import plan
 from router.placement.qlm.problem import Demand, Problem, Queue, edf, worth
-from router.placement.qlm.queues import VirtualQueues, Worker
-from router.queues.shares import Shares
+from router.radix import Match
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.bench.router import quantile
+from sglang_fair.common.deadlines import DEFAULT_CLASSES, Promise
 from sglang_fair.common.provenance import machine
 from sglang_fair.settings import commands
 from sglang_fair.settings.commands import Option
 
+PLACEMENTS = ("deadline", "qlm")
 SIZES = ((40, 8), (400, 50))
-"""Groups and queues."""
-MODELS = ("m0", "m1", "m2", "m3")
-CLIENTS = 100
-WORKERS = 50
-BATCH, DELTA = 250, 4.0
-KV_TOKENS = 60_000
-JUDGED = 1
-"""Requests that come into another tier with one pull, at most."""
-COUNTED = 2_000
-"""Requests whose memory is measured."""
+"""Groups and queues of a plan."""
+PLANNED = ("m0", "m1", "m2", "m3")
+MODELS, WORKERS, CLIENTS = 16, 50, 100
+KV_TOKENS, CHUNK_TOKENS = 60_000, 8_192
+COUNTED, LOOKS = 2_000, 20
 
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class PlanTimes:
-    """One plan; seconds. `work` as `search` counts it."""
+@dataclass(slots=True)
+class View:
+    """A worker as a placement sees it."""
 
-    groups: int
-    queues: int
-    plan_s: float
-    edf_s: float
-    late_s: float
-    edf_late_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimes:
-    """Microseconds of one call."""
-
-    requests: int
-    groups: int
-    arrive_us_p50: float
-    arrive_us_p99: float
-    pull_us_p50: float
-    pull_us_p99: float
-    end_us_p50: float
-    end_us_p99: float
+    name: str
+    capacity: float = 1.0
+    load: float = 0.0
+    prefill_tokens: float = 0.0
+    decode_tokens: float = 0.0
+    dispatched: int = 0
+    dispatched_tokens: int = 0
+    prefilled_tokens: int = 0
+    produced_tokens: int = 0
+    overrun_tokens: int = 0
 
 
 def a_problem(groups: int, queues: int, seed: int) -> Problem:
     """Groups of 2 to 30 seconds, which many more workers would have to serve to be in time."""
     rng = Random(seed)
-    swap_s = dict.fromkeys(MODELS, 8.0)
-    workers = [Queue(f"w{number}", rng.choice(MODELS), swap_s) for number in range(queues)]
+    swap_s = dict.fromkeys(PLANNED, 8.0)
+    workers = [Queue(f"w{number}", rng.choice(PLANNED), swap_s) for number in range(queues)]
     demands = []
     for number in range(groups):
         drain_s = rng.uniform(2, 30)
         demands.append(
             Demand(
                 number=number,
-                model=rng.choice(MODELS),
+                model=rng.choice(PLANNED),
                 slack_s=rng.uniform(0, 6 * groups / queues),
                 drain_s={one.worker: drain_s * rng.uniform(0.7, 1.3) for one in workers},
                 tail_s={one.worker: 5.0 for one in workers},
@@ -100,153 +85,136 @@ def a_problem(groups: int, queues: int, seed: int) -> Problem:
     return Problem(demands, workers)
 
 
-def measure_plan(groups: int, queues: int, seed: int) -> PlanTimes:
-    """Time one plan, and EDF beside it."""
+def measure_plan(groups: int, queues: int, seed: int) -> dict[str, float]:
+    """CPU seconds of one plan of `qlm`, and seconds of lateness in it and in EDF: what the time buys."""
     problem = a_problem(groups, queues, seed)
     began = time.thread_time()
-    orders = edf(problem)
-    between = time.thread_time()
     planned = plan(problem, solver="search", seed=seed)
-    ended = time.thread_time()
-    return PlanTimes(
-        groups,
-        queues,
-        round(ended - between, 3),
-        round(between - began, 4),
-        round(planned.late_s, 1),
-        round(worth(problem, orders).late_s, 1),
-    )
+    plan_s = time.thread_time() - began
+    late_s = {"late_s": planned.late_s, "edf_late_s": worth(problem, edf(problem)).late_s}
+    return {"groups": groups, "queues": queues, "plan_s": round(plan_s, 3), **late_s}
 
 
 class Site:
-    """Queues and tags of `WORKERS` workers, and requests that come one after the other."""
+    """A placement with its workers, and requests that come one after the other."""
 
-    def __init__(self, seed: int) -> None:
-        self.queues = VirtualQueues(Groups(DELTA, BATCH), Estimator())
-        self.shares = Shares()
-        self._rng = Random(seed)
-        self._count = 0
-        swap_s = dict.fromkeys(MODELS, 8.0)
-        for number in range(WORKERS):
-            loaded = MODELS[number % len(MODELS)]
-            self.queues.worker_up(Worker(f"w{number}", loaded, KV_TOKENS, swap_s=swap_s))
+    def __init__(self, placement: str, seed: int) -> None:
+        self.placement = cast(Any, build(placement))
+        self.views = [View(f"w{at:02}") for at in range(WORKERS)]
+        self.models = {view.name: f"m{at % MODELS}" for at, view in enumerate(self.views)}
+        self.sent: list[tuple[Request, str]] = []
+        self.now_s, self._rng, self._count = 0.0, Random(seed), 0
+        for view in self.views:
+            self.placement.worker_up(view.name)
+            self.placement.equip(
+                view.name,
+                loaded=self.models[view.name],
+                kv_tokens=KV_TOKENS,
+                chunk_tokens=CHUNK_TOKENS,
+                now_s=0.0,
+            )
+            self.placement.can_load(view.name, {f"m{at}": 8.0 for at in range(MODELS)}, 0.0)
+        self.placement.taking([view.name for view in self.views])
 
-    def request(self) -> Entry:
+    def request(self) -> Request:
         """The next one."""
-        self._count += 1
-        rng, at_s = self._rng, self._count / 100
-        tokens = rng.randrange(20, 2_000)
-        client, model = f"client-{rng.randrange(CLIENTS)}", rng.choice(MODELS)
-        return Entry(
-            f"{self._count:032x}",
-            client,
-            model,
-            "batch",
-            tokens,
-            300.0,
-            at_s,
-            at_s + 3_600,
-            9e4,
+        rng, self._count, self.now_s = self._rng, self._count + 1, self.now_s + 1e-3
+        slo_class, slo_s = rng.choice(list(DEFAULT_CLASSES.items()))
+        client, model, tokens = (
+            f"client-{rng.randrange(CLIENTS)}",
+            f"m{rng.randrange(MODELS)}",
+            rng.randrange(20, 2_000),
         )
+        promise = Promise(slo_class, slo_s, self.now_s + 50 * slo_s)
+        return Request(f"{self._count:032x}", client, b"", tokens, 0, 300.0, model=model, promise=promise)
 
-    def arrive(self, request: Entry) -> None:
-        tier = self.shares.arrive(
-            request.id,
-            request.client,
-            request.model,
-            request.prompt_tokens,
-            request.expected_output_tokens,
-            request.deadline_s,
-        )
-        self.queues.groups.add(request, tier)
-        self.queues.settle()
+    def arrive(self, request: Request) -> bool:
+        """Whether it waits."""
+        views = [view for view in self.views if self.models[view.name] == request.model]
+        chosen = self.placement.place(request, Match(), views, self.now_s)
+        if chosen is not None:
+            self._place(request, chosen)
+        return chosen is None
 
-    def pull(self, worker: str) -> Entry | None:
-        request = self.queues.pull(worker)
-        if request is not None:
-            self.shares.go(request.id)
-            for name, tier in self.shares.drain_changed(JUDGED):
-                self.queues.judge(name, tier)
-        return request
+    def pull(self) -> Request | None:
+        """The next one that leaves the queue."""
+        found = self.placement.next(self.views, lambda _: Match(), self._may, self.now_s)
+        if found is not None:
+            self._place(*found)
+        return None if found is None else found[0]
 
-    def end(self, request: Entry) -> None:
-        self.shares.end(request.id, request.prompt_tokens, request.expected_output_tokens)
-        self.queues.ended(request.id)
+    def end(self) -> None:
+        """The one that was sent first is over."""
+        request, worker = self.sent.pop(0)
+        self.now_s += 1e-3
+        self.placement.done(Ended(request, worker, 0, 300, "ok", 1.0, 0.02), self.now_s)
 
-    def load_what_is_wanted(self, worker: str) -> None:
-        self.queues.loaded(worker, self.queues.wanted(worker))
+    def look(self) -> None:
+        """At all models. A plan of `qlm` is measured by itself."""
+        if isinstance(self.placement, Deadline):
+            self.placement.models.look(self.now_s)
+
+    def _place(self, request: Request, worker: str) -> None:
+        self.placement.placed(request, worker, Match(), self.now_s)
+        self.sent.append((request, worker))
+
+    def _may(self, request: Request, worker: str) -> bool:
+        return self.models[worker] == request.model
 
 
-def measure_requests(requests: int, seed: int) -> RequestTimes:
-    """Time arrivals until so many wait, then as many pulls and ends as are a tenth of them."""
-    site = Site(seed)
-    arrived: list[float] = []
-    pulled: list[float] = []
-    ended: list[float] = []
+def measure(placement: str, requests: int, seed: int) -> dict[str, Any]:
+    """Arrivals until so many wait, then ends and pulls of a tenth of them, then looks."""
+    times: dict[str, list[float]] = {"arrive": [], "pull": [], "end": [], "look": []}
 
-    def timed(times: list[float], call: Callable[..., Answer], *arguments: Any) -> Answer:
+    def timed(kind: str, call: Callable[..., Answer], *arguments: Any) -> Answer:
         began = time.thread_time_ns()
         answer = call(*arguments)
-        times.append((time.thread_time_ns() - began) / 1e3)
+        times[kind].append((time.thread_time_ns() - began) / 1e3)
         return answer
 
-    gc.collect()
-    for _ in range(requests):
-        timed(arrived, site.arrive, site.request())
-    groups = len(site.queues.groups)
-    workers = list(site.queues.orders())
-    while len(ended) < max(1, requests // 10):
-        for worker in workers:
-            request = timed(pulled, site.pull, worker)
-            if request is None:
-                pulled.pop()
-                site.load_what_is_wanted(worker)
-            else:
-                timed(ended, site.end, request)
-    return RequestTimes(
-        requests,
-        groups,
-        *(quantile(times, part) for times in (arrived, pulled, ended) for part in (0.5, 0.99)),
-    )
-
-
-def bytes_per_request(seed: int) -> int:
-    """What Python allocates for each of `COUNTED` requests that wait."""
-    site = Site(seed)
+    site = Site(placement, seed)
     tracemalloc.start()
+    while sum(site.arrive(site.request()) for _ in range(100)) < 100:
+        pass
     before, _ = tracemalloc.get_traced_memory()
     for _ in range(COUNTED):
         site.arrive(site.request())
-    after, _ = tracemalloc.get_traced_memory()
+    size = (tracemalloc.get_traced_memory()[0] - before) // COUNTED
     tracemalloc.stop()
-    return (after - before) // COUNTED
+    gc.collect()
+    for _ in range(requests):
+        timed("arrive", site.arrive, site.request())
+    while len(times["pull"]) < max(1, requests // 10) and site.sent:
+        timed("end", site.end)
+        while timed("pull", site.pull) is not None:
+            pass
+        times["pull"].pop()
+    for _ in range(LOOKS):
+        site.now_s += 1.0
+        timed("look", site.look)
+    found = {f"{kind}_us_{name}": quantile(times[kind], part)
+             for kind in ("arrive", "pull", "end") for name, part in (("p50", 0.5), ("p99", 0.99))}  # fmt: skip
+    found["groups"] = site.placement.report(site.now_s)["groups"]
+    return {**found, "look_ms": round(max(times["look"]) / 1e3, 2), "bytes_per_request": size}
 
 
 def run(requests: int, seed: int, show: Show) -> dict[str, Any]:
-    """Measures everything. `plans` of the result are `PlanTimes`; the other fields those of `RequestTimes`."""
-    record: dict[str, Any] = {
-        "bench": "queue",
-        "seed": seed,
-        "versions": {name: version(name) for name in ("numpy", "scipy", "sglang-fair")},
-        "machine": machine(),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    """Measures both; the fields of each placement are those of `measure`."""
     collect_young_only()
-    plans = []
-    for groups, queues in SIZES:
-        times = measure_plan(groups, queues, seed)
-        plans.append(asdict(times))
+    record: dict[str, Any] = {"bench": "queue", "seed": seed, "requests": requests, "machine": machine()}
+    record["at"] = datetime.now(UTC).isoformat(timespec="seconds")
+    for name in PLACEMENTS:
+        found = record[name] = measure(name, requests, seed)
         show(
-            f"{groups} groups on {queues} queues: {times.plan_s} s, late by {times.late_s} s "
-            f"(EDF: {times.edf_s} s, late by {times.edf_late_s} s)"
+            f"{name}, {requests:,} wait: p99 of an arrival {found['arrive_us_p99']} µs, of a pull "
+            f"{found['pull_us_p99']}, of an end {found['end_us_p99']}; {found['look_ms']} ms for a look; "
+            f"{found['bytes_per_request']} bytes each"
         )
-    memory = bytes_per_request(seed)
-    calls = measure_requests(requests, seed)
-    show(
-        f"{requests:,} requests in {calls.groups} groups: arrival p99 {calls.arrive_us_p99} µs, pull p99 "
-        f"{calls.pull_us_p99}, end p99 {calls.end_us_p99}, {memory} bytes each"
-    )
-    return {**record, "plans": plans, **asdict(calls), "bytes_per_request": memory}
+    record["plans"] = [measure_plan(*size, seed) for size in SIZES]
+    for one in record["plans"]:
+        words = "{groups} groups, {queues} queues: {plan_s} s, late by {late_s:.0f} s (EDF {edf_late_s:.0f})"
+        show(words.format(**one))
+    return record
 
 
 def main(
@@ -256,9 +224,9 @@ def main(
         int | None,
         Option(min=1, metavar="N", help="Requests that wait.", show_default="400000; 40000 if quick"),
     ] = None,
-    seed: Annotated[int, Option(help="Of groups and requests.")] = 1,
+    seed: Annotated[int, Option(help="Of the requests.")] = 1,
 ) -> None:
-    """How long a plan of queues of groups takes, and a request's arrival and pull among many that wait.
+    """How long an arrival, a pull and an end take under placements deadline and qlm among many requests that wait.
 
     What was measured goes to stderr. The result is the last line of stdout, as JSON.
     """

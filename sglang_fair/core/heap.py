@@ -50,19 +50,12 @@ class LazyHeap(Generic[Item]):
             heappop(entries)
         return None
 
-    def smallest(self, most: int) -> list[Item]:
-        """The first items in order, at most so many of them. Fewer if `most` dead entries lie among them."""
-        entries, live = self._entries, self._live
-        frontier, found = ([(entries[0], 0)] if entries else []), list[Item]()
-        for _ in range(2 * most):
-            if not frontier or len(found) == most:
-                break
-            entry, at = heappop(frontier)
-            if live.get(entry[1]) is entry:
-                found.append(entry[1])
-            for child in range(2 * at + 1, min(2 * at + 3, len(entries))):
-                heappush(frontier, (entries[child], child))
-        return found
+    def top(self, most: int) -> list[Item]:
+        """The first item, and others of the first ones: those near the top of the heap, at most so many. O(most)."""
+        first = self.first()
+        return (
+            [] if first is None else [one[1] for one in self._entries[:most] if self._live.get(one[1]) is one]
+        )
 
     def floor(self, most: int) -> Any:
         """A key that no item's is below, in a time that does not depend on how many were removed: the smallest one if

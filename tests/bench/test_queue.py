@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from router.placement.qlm.problem import edf, worth
-from sglang_fair.bench.queue import SIZES, Site, a_problem
+from sglang_fair.bench.queue import PLACEMENTS, SIZES, Site, a_problem
 from sglang_fair.cli import BENCHES
 
 
 def test_problems_and_requests_are_the_same_for_the_same_seed():
     assert a_problem(20, 4, 1) == a_problem(20, 4, 1) != a_problem(20, 4, 2)
-    one, other = Site(1), Site(1)
+    one, other = Site("deadline", 1), Site("qlm", 1)
     assert [one.request() for _ in range(5)] == [other.request() for _ in range(5)]
 
 
@@ -38,6 +38,8 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
     for one in result["plans"]:
         assert one["late_s"] <= one["edf_late_s"]
         assert one["plan_s"] > 0
-    assert {"pull_us_p99", "arrive_us_p99", "end_us_p99", "bytes_per_request", "versions", "machine"} < set(
-        result
-    )
+    for name in PLACEMENTS:
+        assert {"pull_us_p99", "arrive_us_p99", "end_us_p99", "look_ms", "bytes_per_request"} < set(
+            result[name]
+        )
+    assert result["deadline"]["look_ms"] > 0

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from router.placement.contract import Ended, Request
 from router.placement.deadline.line import SLICES, Line, Waiting
-from router.placement.deadline.models import Capacity, in_time
+from router.placement.deadline.models import Capacity, Models, in_time
+from router.placement.deadline.replica import Flight, Replica
 from router.placement.deadline.rule import Deadline
 from router.radix import Match
 from sglang_fair.common.deadlines import Promise
@@ -310,12 +311,41 @@ def test_a_model_that_cannot_be_loaded_does_not_keep_a_replica_from_serving() ->
             driver.rule.loaded("w0", "a", now_s)
             driver.equip("w0")
             fails += 1
+            assert not driver.rule.replicas["w0"].can_load("b", now_s + 2.0)
         if now_s % 1 == 0:
             driver.ask(a_request(5.0, now_s, size=200))
 
     driver.run(60.0, broken)
     assert 2 <= fails <= 6, "it is tried again, each time later"
     assert sum(request.model == "a" for _, request, _ in driver.sent) >= 55
+
+
+def models_of(*, waiting_a: int, waiting_b: int, flights: int = 0, absence_s: float = 0.0) -> Models:
+    """One replica with model a since time 0, at time 5; b waits, due at 8."""
+    lines, number = (
+        {"a": Line(mean_s=10.0, slowest_s=100.0, absence_s=absence_s), "b": Line(fed_s=4.0)},
+        iter(range(1_000)),
+    )
+    one = Replica("w0", 4_000, 400, loaded="a", swap_s={"a": 1.0, "b": 1.0}, since_s=0.0, empty_s=None)
+    one.rates = {"a": 1_000.0, "b": 1_000.0}
+    for model, count in (("a", waiting_a), ("b", waiting_b)):
+        for _ in range(count):
+            lines[model].put(Waiting(a_request(3.0, 5.0, model=model), next(number), 3.0, 8.0, 5.0, 0))
+    for _ in range(flights):
+        one.send(Flight(a_request(4.0), 10.0, 0, 4.0, 0.0, 0))
+    return Models(lines, {"w0": one}, finish_s=0.0)
+
+
+@pytest.mark.parametrize(("waiting_a", "swaps"), [(0, True), (1, True), (30, False)])
+def test_who_is_served_in_time_is_not_given_up_for_fewer(waiting_a: int, swaps: bool) -> None:
+    assert bool(models_of(waiting_a=waiting_a, waiting_b=12).look(5.0)) == swaps
+
+
+@pytest.mark.parametrize(("absence_s", "swaps"), [(1.9, True), (2.1, False)])
+def test_a_replica_stays_as_long_as_its_streams_need(absence_s: float, swaps: bool) -> None:
+    """Answers of 10 s whose clients wait 4 s for a first token: an absence of 2 s may come every 5 s."""
+    made = models_of(waiting_a=0, waiting_b=12, flights=1, absence_s=absence_s)
+    assert bool([swap for swap in made.look(5.0) if swap.rank == 2]) == swaps
 
 
 # ---- whatever happens

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sglang_fair.bench.queue import measure_plan, measure_requests
+from sglang_fair.bench.queue import measure, measure_plan
 from workloads.deadlines.measures import attained
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.contract import SEEDS, Cell, Json, Measured, Result, Size, TrafficSpec
@@ -67,18 +67,17 @@ class Overhead(Deadlines):
         queued, began_s = cell.traffic.arguments["queued"], time.monotonic()
         few = queued < QUEUED
         plan = measure_plan(GROUPS // 10 if few else GROUPS, QUEUES // 5 if few else QUEUES, int(seed))
-        calls = measure_requests(queued, int(seed))
-        each_ms = (calls.arrive_us_p50 + calls.pull_us_p50 + calls.end_us_p50) / 1e3
-        per_group = queued / max(1, plan.groups)
+        calls = measure("qlm", queued, int(seed))
+        each_ms = sum(calls[f"{kind}_us_p50"] for kind in ("arrive", "pull", "end")) / 1e3
+        per_group = queued / plan["groups"]
         return Measured(
             {
-                "plan_s": plan.plan_s,
-                "edf_s": plan.edf_s,
-                "groups": calls.groups,
+                "plan_s": plan["plan_s"],
+                "groups": calls["groups"],
                 "requests_per_group": per_group,
                 "calls_ms": each_ms,
-                "ms_per_request": each_ms + 1e3 * plan.plan_s / per_group,
-                "pull_us_p99": calls.pull_us_p99,
+                "ms_per_request": each_ms + 1e3 * plan["plan_s"] / per_group,
+                "pull_us_p99": calls["pull_us_p99"],
             },
             time.monotonic() - began_s,
         )

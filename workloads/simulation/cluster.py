@@ -237,6 +237,8 @@ class Cluster:
             return
         flight.parts += 1
         flight.written += output_tokens
+        if flight.written and flight.promise is not None:
+            flight.promise = flight.promise.renewed(self.now_s)
         flight.worker, flight.is_there, flight.is_cut = None, False, False
         flight.request = request._replace(
             id=f"{flight.name}/{flight.parts}",

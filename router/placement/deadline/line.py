@@ -19,7 +19,7 @@ from sglang_fair.core.heap import LazyHeap
 
 STEPS, BUCKETS = 10, 24
 """Of a promised time."""
-NEAR, NEAR_PART = 16, 0.05
+NEAR, NEAR_PART = 31, 0.05
 """So many of those that are due within this part of the promised time are equally urgent: least work decides."""
 SPREAD_S, SLICES = 3_600.0, 8
 """Who is promised its first token in this time or a longer one has its work spread over what is left: as much in each
@@ -156,8 +156,8 @@ class Line:
         return [(at, self.items[name], count) for at, name, count in found if name is not None]
 
     def near(self, first: Waiting) -> Iterator[Waiting]:
-        """The first `NEAR` of the order that `first` is the first of."""
-        return map(self.items.__getitem__, self._heads[2 * first.tier + first.is_late].smallest(NEAR))
+        """It and some that follow in its order, `NEAR` at most."""
+        return map(self.items.__getitem__, self._heads[2 * first.tier + first.is_late].top(NEAR))
 
     def before(self, one: Waiting) -> tuple[float, float]:
         """About how many requests go before this one, and their tokens. O(buckets)."""

@@ -116,6 +116,7 @@ class _Look:
         self._models, self._now_s = models, now_s
         self._lines, self._replicas = models.lines, models.replicas
         self.dues = {model: line.dues(now_s) for model, line in self._lines.items() if line.items}
+        self._most = {model: _worth(dues) for model, dues in self.dues.items()}
         self._rates: dict[str, tuple[float, float]] = {}
         self._walked: dict[tuple[str, float, str], float] = {}
         self._at: dict[str, list[Replica]] = {}
@@ -242,31 +243,32 @@ class _Look:
         line, swap_s, now_s = self._lines[model], one.swap_s[model], self._now_s
         tail_s = self._tail_s(one)
         away_s, away_all_s = swap_s + min(tail_s, self._models.finish_s), swap_s + tail_s
-        back_s, waits = one.swap_s.get(has, swap_s), has in self.dues
+        base, waits, had_s = self._base[model], has in self.dues, now_s - one.since_s
         rate = sum(each.rate for each in self._capacities.get(model, ()))
-        base, most = self._base[model], _worth(self.dues[model])
-        gain = 0.0 if base > most - 1e-6 else self._with(model, one, away_s) - base
-        here = self._rate(model, one)[0]
-        gone_s = away_s + line.tokens / (rate + here) + line.slowest_s + back_s
-        cost = loss + self._future(has, gone_s, one)
-        had_s = now_s - one.since_s
+        here, back_s = self._rate(model, one)[0], one.swap_s.get(has, swap_s)
+        gain = 0.0 if base > self._most[model] - 1e-6 else self._with(model, one, away_s) - base
+        cost = inf
+        if gain > loss or not waits:
+            cost = loss + self._future(
+                has, away_s + line.tokens / (rate + here) + line.slowest_s + back_s, one
+            )
         may_go = had_s >= max(swap_s if waits else 0.0, self._stay_s(one, has, is_elsewhere))
         if gain > cost and may_go and self._with(model, one, away_s + swap_s + LOOK_S) < base + gain - 1e-9:
             return Swap(2, (gain - cost) / away_s, one.name, model, away_s)
-        is_slack = self._line(has).shortest_s(now_s) > PROTECTS * (away_all_s + back_s)
-        if not waits:
+        if not waits and (line.tokens / rate if rate else inf) > 2 * away_all_s:
             gain = gain and self._with(model, one, away_all_s) - base
             work_s = line.tokens / here
+            is_free = is_elsewhere or self._line(has).shortest_s(now_s) > PROTECTS * (away_all_s + back_s)
             empty_s = -1.0 if one.empty_s is None else now_s - one.empty_s
-            is_worth_it = empty_s >= (0.0 if is_elsewhere or is_slack else EMPTY * swap_s) or (
-                (is_slack or is_elsewhere) and work_s > away_all_s / 2
+            is_worth_it = empty_s >= (0.0 if is_free else EMPTY * swap_s) or (
+                is_free and work_s > away_all_s / 2
             )
-            waits_s = line.tokens / rate if rate else inf
-            if gain >= cost and waits_s > 2 * away_all_s and is_worth_it:
+            if gain >= cost and is_worth_it:
                 return Swap(1, work_s / away_all_s, one.name, model, away_all_s)
-        starves_s = STARVES * max(STARVES_S, line.shortest_s(now_s))
-        if model not in self._at and now_s - line.fed_s >= starves_s and had_s >= STARVES * away_all_s:
-            return Swap(0, now_s - line.fed_s, one.name, model, away_all_s)
+        if model not in self._at and had_s >= STARVES * away_all_s:
+            unfed_s = now_s - line.fed_s
+            if unfed_s >= STARVES * max(STARVES_S, line.shortest_s(now_s)):
+                return Swap(0, unfed_s, one.name, model, away_all_s)
         return None
 
     def _tail_s(self, one: Replica) -> float:
