@@ -111,6 +111,13 @@ class Group:
         first = self.line[0][1]
         return not self.kind.late and self.deadlines[0] - now_s < part * (first.deadline_s - first.since_s)
 
+    def promised(self) -> tuple[float, float]:
+        """Within how long those in line should have begun of which that is shortest, and which part of all was promised
+        that or twice as long. O(size)."""
+        spans = [max(0.0, one.deadline_s - one.since_s) for _, one in self.line]
+        shortest = min(spans)
+        return shortest, sum(span <= 2 * shortest for span in spans) / len(spans)
+
     def count(self, request: Entry, sign: int) -> None:
         """One of them waits from now on (1), or does not (-1)."""
         self.prompt_tokens += sign * request.prompt_tokens

@@ -6,7 +6,7 @@ because a deadline cannot be met.
 
 How many more replicas would do is shown by an order with so many of them that is in time for tier 0, each there at once
 with one of the models, in proportion to the late work of each (D'Hondt). Tier 1 takes what is left. What is late
-already counts as if it had to begin within `SOON_S`; a group that no replica drains in time is shared by several.
+already counts as if it came now; a group that no replica drains in time is shared by several.
 """
 
 from collections import Counter
@@ -62,7 +62,9 @@ def plan(
     slots = list(all_slots(problem, orders))
     late = sum(slot.late_s > 0 for slot in slots)
     is_short = best.late_s > 0 or any(
-        slot.demand.is_late and slot.demand.tier == 0 and slot.start_s > SOON_S for slot in slots
+        slot.demand.tier == 0 and promised is not None and slot.start_s > promised[0]
+        for slot in slots
+        for promised in (slot.demand.promised,)
     )
     needed = shortage(problem, most_work // 10) if needs and is_short else None
     return Answer(orders, late, best.late_s, best.later_s, is_short, needed)
@@ -73,7 +75,11 @@ def shortage(problem: Problem, most_work: int = MOST_WORK // 10) -> Needed | Non
     if not problem.queues:
         return None
     urgent = [
-        part for demand in problem.demands if demand.tier == 0 for part in _parts(_as_if_it_came_now(demand))
+        part
+        for demand in problem.demands
+        if demand.tier == 0
+        for one in _as_if_it_came_now(demand)
+        for part in _parts(one)
     ]
     urgent = [replace(demand, number=number) for number, demand in enumerate(urgent)]
     swap_s = max((queue.swap_s for queue in problem.queues), key=len)
@@ -83,7 +89,9 @@ def shortage(problem: Problem, most_work: int = MOST_WORK // 10) -> Needed | Non
             work[slot.demand.model] += ceil(1e3 * slot.demand.drain_s[slot.worker])
     if not work:
         return None
-    late = sum(demand.is_late or demand.slack_s < 0 for demand in problem.demands if demand.tier == 0)
+    late = sum(
+        demand.promised is not None or demand.slack_s < 0 for demand in problem.demands if demand.tier == 0
+    )
     why = f"{len(urgent)} groups of tier 0, {late} of them late already"
 
     def does(more: int) -> Mapping[str, int] | None:
@@ -106,10 +114,16 @@ def shortage(problem: Problem, most_work: int = MOST_WORK // 10) -> Needed | Non
     return Needed(high, 0, models, why)
 
 
-def _as_if_it_came_now(demand: Demand) -> Demand:
-    if demand.is_late or demand.slack_s < 0:
-        return replace(demand, slack_s=SOON_S, last_slack_s=inf)
-    return demand
+def _as_if_it_came_now(demand: Demand) -> list[Demand]:
+    """What of it is late already had to begin within what was promised, or `SOON_S`; the rest stands apart."""
+    if demand.promised is None:
+        return [replace(demand, slack_s=SOON_S, last_slack_s=inf)] if demand.slack_s < 0 else [demand]
+    within_s, part = demand.promised
+    drains = [
+        {worker: share * drain_s for worker, drain_s in demand.drain_s.items()} for share in (part, 1 - part)
+    ]
+    urgent = replace(demand, slack_s=within_s, last_slack_s=within_s, drain_s=drains[0])
+    return [urgent] if part == 1 else [urgent, replace(demand, drain_s=drains[1])]
 
 
 def _parts(demand: Demand) -> list[Demand]:

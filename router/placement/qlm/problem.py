@@ -45,8 +45,9 @@ class Demand:
     """Of its last request, which begins when the rest of the group is drained; inf: only the first one counts, as in
     the paper."""
     begun_on: str | None = None
-    is_late: bool = False
-    """It is late already. It makes no difference to a plan, but shows what is missing."""
+    promised: tuple[float, float] | None = None
+    """Of what is late already: within how long the most urgent of it should have begun, and which part of it that is.
+    None: it is in time. It makes no difference to a plan, but shows what is missing."""
 
     @property
     def is_bound(self) -> bool:

@@ -528,7 +528,7 @@ class VirtualQueues:
             tail_s=tail_s,
             tier=group.kind.tier,
             begun_on=group.begun_on,
-            is_late=is_late,
+            promised=group.promised() if waits and is_late else None,
         )
 
     def _as_queue(self, worker: Worker) -> Queue:

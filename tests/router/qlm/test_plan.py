@@ -270,11 +270,13 @@ def test_what_is_late_already_counts_as_if_it_came_now() -> None:
     found = needs(late, [Queue("a", "x")])
     assert found.more == 2, "30 s each, begun within 60 s: three at each queue"
     assert "8 of them late already" in found.why
-    far = [replace(one, slack_s=FAR_S, is_late=True) for one in late]
+    far = [Demand(number, "x", FAR_S, {"a": 4.0}, promised=(3.0, 1.0)) for number in range(4)]
     answer = plan(Problem(far, [Queue("a", "x")]), solver="search", needs=True)
     assert answer.late == 0
     assert answer.needed is not None
-    assert answer.needed.more == 2
+    assert answer.needed.more == 7, "each is shared by two, which end within 3 s"
+    mixed = [replace(one, promised=(3.0, 0.25)) for one in far]
+    assert needs(mixed, [Queue("a", "x")]).more == 1, "four seconds of it are urgent"
     ahead = Problem([replace(one, tier=1) for one in far], [Queue("a", "x")])
     assert shortage(ahead) is None
     assert not plan(ahead, solver="search").is_short
