@@ -47,6 +47,9 @@ class Watched:
 
     plans = False
 
+    def question(self, now_s: float) -> None:
+        """It plans nothing."""
+
     def listing(self) -> Workers:
         with self._lock:
             return self._router.listing()
