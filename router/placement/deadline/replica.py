@@ -15,6 +15,7 @@ from math import inf
 
 from router.placement.contract import Request, WorkerView
 from router.placement.deadline.line import Waiting
+from router.placement.window import InFlight
 
 LATER_S, DUE_S = 120.0, 10.0
 FULL, RATE_S, HALVED_S = 0.9, 10.0, 120.0
@@ -59,15 +60,13 @@ class Replica:
     empty_s: float | None = 0.0
     """Since when nothing is in flight there; None: something is."""
     sent_s: float = -inf
-    sent_tokens: float = 0.0
     flights: dict[str, Flight] = field(default_factory=dict)
-    clients: dict[str, float] = field(default_factory=dict)
+    sent: InFlight = field(default_factory=InFlight)
     rates: dict[str, float] = field(default_factory=dict)
     prefills: dict[str, float] = field(default_factory=dict)
     pulls: int = 0
     failures: dict[str, tuple[int, float]] = field(default_factory=dict)
     """By model that it could not load, how often in a row, and from when on it is tried again."""
-    _dues: dict[int, float] = field(default_factory=dict)
     _full: tuple[float, float] | None = None
     """Since when it is full, and how many tokens had become free before."""
     _freed: float = 0.0
@@ -82,7 +81,7 @@ class Replica:
     @property
     def held(self) -> float:
         """Tokens."""
-        return self.sent_tokens + (0 if self.view is None else self.view.overrun_tokens)
+        return self.sent.tokens + (0 if self.view is None else self.view.overrun_tokens)
 
     @property
     def pending_tokens(self) -> float:
@@ -105,14 +104,11 @@ class Replica:
             return True
         if not evicts or one.tier or one.is_late:
             return False
-        last = (one.due_s + LATER_S) / DUE_S
-        return held - sum(tokens for due, tokens in self._dues.items() if due >= last) < self.kv_tokens
+        return held - self.sent.due_from((one.due_s + LATER_S) / DUE_S) < self.kv_tokens
 
     def is_small(self, client: str, tokens: float) -> bool:
         """Whether a client holds so little there that it need not wait for those that hold much. O(1)."""
-        mine = self.clients.get(client, 0.0)
-        count = len(self.clients) + (not mine)
-        return mine + tokens <= self.kv_tokens / (2 * count) and self.held < 2 * self.kv_tokens
+        return self.sent.is_small(client, tokens, self.kv_tokens) and self.held < 2 * self.kv_tokens
 
     def prefill_s(self, prompt_tokens: float) -> float:
         """Until a prompt that is sent there is computed; 0 while that is not known."""
@@ -126,9 +122,7 @@ class Replica:
             return
         self.flights[request.id] = flight
         self.sent_s, self.empty_s = flight.sent_s, None
-        self.sent_tokens += flight.tokens
-        self.clients[request.client] = self.clients.get(request.client, 0.0) + flight.tokens
-        self._dues[flight.due] = self._dues.get(flight.due, 0.0) + flight.tokens
+        self.sent.add(request.client, flight.tokens, flight.due)
 
     def land(self, name: str, now_s: float) -> Flight | None:
         """It is over; None: it was not here."""
@@ -137,15 +131,10 @@ class Replica:
             return None
         self._freed += flight.tokens
         self.measure(now_s)
-        self.sent_tokens -= flight.tokens
-        if (left := self.clients.pop(flight.request.client) - flight.tokens) > 0.5:
-            self.clients[flight.request.client] = left
-        if (left := self._dues.pop(flight.due) - flight.tokens) > 0.5:
-            self._dues[flight.due] = left
+        self.sent.remove(flight.request.client, flight.tokens, flight.due)
         if not self.flights:
-            self.sent_tokens, self.empty_s = 0.0, now_s
-            self.clients.clear()
-            self._dues.clear()
+            self.empty_s = now_s
+            self.sent.clear()
         return flight
 
     def measure(self, now_s: float) -> None:
@@ -160,8 +149,7 @@ class Replica:
         elif (took_s := now_s - self._full[0]) >= RATE_S:
             freed = self._freed - self.view.overrun_tokens
             if freed > self._full[1]:
-                rate, known = (freed - self._full[1]) / took_s, None
-                self.rates[model] = rate if known is None else (rate + known) / 2
+                self.rates[model] = (freed - self._full[1]) / took_s
                 self._full = now_s, freed
         done, waits = self.view.prefilled_tokens, self.pending_tokens
         if self._looked is None or now_s - self._looked[0] >= 1.0:

@@ -32,6 +32,7 @@ from math import inf
 from router.placement.qlm.estimate import Ahead, Estimator, Pace, Wait
 from router.placement.qlm.groups import Entry, Group, Groups
 from router.placement.qlm.problem import FAR_S, Demand, Orders, Problem, Queue, Slot, slots, stays
+from router.placement.window import InFlight
 
 LATER_S = 120.0
 OVERDUE_EVERY = 8
@@ -59,7 +60,7 @@ class Worker:
     """Its queue."""
     in_flight: dict[str, tuple[str, float, int | None]] = field(default_factory=dict)
     """By request, its client, its tokens and when it is due, in steps of `LATER_S`."""
-    in_flight_tokens: float = 0.0
+    sent: InFlight = field(default_factory=InFlight)
     overrun_tokens: int = 0
     is_open: bool = True
     """It takes requests."""
@@ -71,10 +72,6 @@ class Worker:
     pulls: int = 0
     first_token_s: float = 0.0
     """From a request's way there to its first token, as measured last."""
-    clients: dict[str, float] = field(default_factory=dict)
-    """Tokens in flight by client."""
-    dues: dict[int, float] = field(default_factory=dict)
-    """Tokens in flight by when they are due."""
 
     def can_serve(self, group: Group) -> bool:
         """Whether it may stand in this queue."""
@@ -89,22 +86,18 @@ class Worker:
             return True
         if tier or not self.evicts or due_s is None:
             return False
-        last = int(due_s // LATER_S) + 1
-        later = sum(tokens for due, tokens in self.dues.items() if due > last)
+        later = self.sent.due_from(int(due_s // LATER_S) + 2)
         return self.held_tokens - later < self.kv_tokens
 
     def is_small(self, client: str, tokens: float) -> bool:
         """Whether a request of tier 0 and so many tokens may be sent there beyond the window: up to half of its
-        client's part of the KV cache, until twice the KV cache is in flight. Ten thousand names have parts below any
-        request."""
-        mine = self.clients.get(client, 0.0)
-        count = len(self.clients) + (not mine)
-        return mine + tokens <= self.kv_tokens / (2 * count) and self.held_tokens < 2 * self.kv_tokens
+        client's part of the KV cache, until twice the KV cache is in flight."""
+        return self.sent.is_small(client, tokens, self.kv_tokens) and self.held_tokens < 2 * self.kv_tokens
 
     @property
     def held_tokens(self) -> float:
         """What the window counts."""
-        return self.in_flight_tokens + self.overrun_tokens
+        return self.sent.tokens + self.overrun_tokens
 
     def send(self, request_id: str, tokens: float, due_s: float | None = None, client: str = "") -> None:
         """A request is in flight there. Nothing happens if it is already."""
@@ -114,26 +107,16 @@ class Worker:
         self.is_fresh = False
         due = int(due_s // LATER_S) if self.evicts and due_s is not None else None
         self.in_flight[request_id] = client, tokens, due
-        self.in_flight_tokens += tokens
-        self.clients[client] = self.clients.get(client, 0.0) + tokens
-        if due is not None:
-            self.dues[due] = self.dues.get(due, 0.0) + tokens
+        self.sent.add(client, tokens, due)
 
     def land(self, request_id: str) -> None:
         """It is in flight no more, if it was."""
         found = self.in_flight.pop(request_id, None)
         if found is None:
             return
-        client, tokens, due = found
-        self.in_flight_tokens -= tokens
-        if (left := self.clients.pop(client) - tokens) > 0.5:
-            self.clients[client] = left
-        if due is not None and (left := self.dues.pop(due) - tokens) > 0.5:
-            self.dues[due] = left
-        if not self.in_flight:  # drop what rounding has left over
-            self.in_flight_tokens = 0.0
-            self.dues.clear()
-            self.clients.clear()
+        self.sent.remove(*found)
+        if not self.in_flight:
+            self.sent.clear()
 
 
 class VirtualQueues:

@@ -28,7 +28,7 @@ def report(queues: VirtualQueues, now_s: float) -> dict[str, object]:
             "loaded": worker.loaded,
             "wanted": queues.wanted(name),
             "in_flight": len(worker.in_flight),
-            "in_flight_tokens": _number(worker.in_flight_tokens),
+            "in_flight_tokens": _number(worker.sent.tokens),
             "kv_tokens": worker.kv_tokens,
             "waiting": sum(len(group) for group, _ in rows),
             "groups": [_row(*row) for row in rows[:MOST_GROUPS]],

@@ -95,7 +95,7 @@ def test_each_request_leaves_once_and_sending_again_gains_nothing(seed: int) -> 
     for request in waiting.values():
         qlm.give_up(request)
     assert (len(qlm.queues.groups), len(qlm.shares)) == (0, 0)
-    assert all(qlm.queues.workers[worker].in_flight_tokens == 0 for worker in views)
+    assert all(qlm.queues.workers[worker].sent.tokens == 0 for worker in views)
 
 
 def ended_of(request: Request, worker: str, output: int, outcome: str):

@@ -71,7 +71,7 @@ def check(site: VirtualQueues) -> None:
         for group in groups:
             assert not len(group) or group.urgency == _urgency(group)
         held = site.workers[name].in_flight.values()
-        assert site.workers[name].in_flight_tokens == pytest.approx(sum(tokens for _, tokens, _ in held))
+        assert site.workers[name].sent.tokens == pytest.approx(sum(tokens for _, tokens, _ in held))
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_every_group_is_in_one_queue_and_nobody_of_tier_1_before_tier_0(seed: in
             add(site, request, rng.randrange(2))
         elif step < 0.65 and workers:
             worker = rng.choice(workers)
-            room = site.workers[worker].in_flight_tokens < 2_200
+            room = site.workers[worker].sent.tokens < 2_200
             pulled = site.pull(worker, rng.choice([-inf, float(number)]))
             assert pulled is None or room
             if pulled is not None:
@@ -321,10 +321,10 @@ def test_what_goes_beyond_the_window_is_bounded_whatever_the_names(
             assert before < 2 * worker.kv_tokens
         if ends and worker.in_flight:
             worker.land(next(iter(worker.in_flight)))
-        assert sum(worker.clients.values()) == pytest.approx(worker.held_tokens, abs=400.0)
+        assert sum(worker.sent.clients.values()) == pytest.approx(worker.held_tokens, abs=400.0)
     for request in list(worker.in_flight):
         worker.land(request)
-    assert (worker.held_tokens, worker.clients) == (0.0, {})
+    assert (worker.held_tokens, worker.sent.clients) == (0.0, {})
 
 
 def test_who_has_little_does_not_wait_for_who_has_much() -> None:
