@@ -87,8 +87,6 @@ MAX_HOLD_PART = 32
 _OF_SUSPECTS = Arrive, Done, Progress, Tick, WorkerUp, WorkerDown, WorkerHealth, Lift
 """Events after which a suspect may be tried."""
 
-"""Events after which other models may be served."""
-
 _MAX_ORPHANS = 100_000
 """Requests lost with their worker whose `Done` is still expected; beyond, the oldest are forgotten."""
 

@@ -21,62 +21,37 @@ pause at urgent swaps where there are more models than replicas. What is decided
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from operator import itemgetter
-from typing import ClassVar
 
 from router.placement.contract import Ended, May, Request, WorkerView
 from router.placement.deadline.line import NEAR_PART, Line, Waiting
 from router.placement.deadline.models import LOOK_S, UNKNOWN_S, Models
 from router.placement.deadline.replica import DUE_S, LATE_PULLS, Flight, Replica
-from router.queues.shares import OUTPUT_PRICE, Shares
+from router.placement.within_shares import WithinShares, left_to_do
 from router.radix import Match
-from sglang_fair.common.deadlines import DEFAULT_CLASSES
-from sglang_fair.common.weights import Weights
 from sglang_fair.core.heap import LazyHeap
 
-AHEAD_PART = 0.25
-"""Of the smallest KV cache."""
-RECOMPUTED = 4.0
-"""A prompt token that is not cached at a worker, in tokens that wait there: computing it again is lost to all."""
 JUDGED = 16
 """Requests that come into another tier with one that goes, at most: those that miss their deadline change theirs too,
 and are more than those that go."""
 
 
 @dataclass
-class Deadline:
+class Deadline(WithinShares):
     """`ahead`: units beyond its share up to which a client is in tier 0; null: from the smallest KV cache. Without
     `tiers` nobody is ahead of its share. `evicts`: workers take requests back for more urgent ones (policy `slo`).
     `finish_s`: for so long a stream may go on at a worker that is to load another model at once. `kv_tokens` and
     `chunk_tokens`: of a worker that says nothing. `slo_s`: of requests that were promised nothing. `max_clients`: that
     are remembered without requests."""
 
-    uses_caches: ClassVar[bool] = True
-    uses_progress: ClassVar[bool] = True
-
-    ahead: float | None = None
-    tiers: bool = True
-    evicts: bool = False
     finish_s: float = 5.0
-    kv_tokens: int = 65_536
-    chunk_tokens: int = 8_192
-    slo_s: float = DEFAULT_CLASSES["interactive"]
-    client_weights: Mapping[str, float] = field(default_factory=dict)
-    max_clients: int = 50_000
 
     def __post_init__(self) -> None:
-        if not (self.kv_tokens > 0 and self.chunk_tokens >= 0 and self.finish_s >= 0):
-            raise ValueError("kv_tokens is above 0, chunk_tokens and finish_s are not negative")
-        if not 0 < self.slo_s < inf:
-            raise ValueError(f"slo_s is {self.slo_s}: it is a number of seconds above 0")
-        if self.max_clients < 1:
-            raise ValueError(f"max_clients is {self.max_clients}: at least one is needed")
-        if not isinstance(self.client_weights, Mapping):
-            raise ValueError(f"client_weights is {self.client_weights!r}: it maps clients to weights")
-        first = self.kv_tokens * AHEAD_PART if self.ahead is None else self.ahead
-        self.shares = Shares(first, Weights(self.client_weights), most_owing=self.max_clients)
+        super().__post_init__()
+        if not self.finish_s >= 0:
+            raise ValueError(f"finish_s is {self.finish_s}: it is not negative")
         self.replicas: dict[str, Replica] = {}
         self.lines: dict[str, Line] = {}
         self.models = Models(self.lines, self.replicas, self.finish_s)
@@ -97,7 +72,7 @@ class Deadline:
         """A worker with room, if nobody waits for its model; one where its client has little; else it waits."""
         self._now_s = now_s
         line, due_s, slo_s = self._line(request.model), self._due_s(request, now_s), self._slo_s(request)
-        tier = self._arrive(request, match, due_s)
+        tier = self._tier(request, match, due_s)
         self._number += 1
         one = Waiting(request, self._number, slo_s, due_s, now_s, tier)
         line.came(slo_s, one.tokens, now_s)
@@ -121,7 +96,7 @@ class Deadline:
         self._see(workers)
         if now_s >= self._looked_s + LOOK_S:
             self._look(now_s)
-        best: tuple[tuple[int, bool, float, str], Replica, Waiting] | None = None
+        found: list[tuple[tuple[int, bool, float, str], Replica, Waiting]] = []
         for model, heap in self._ready.items():
             line = self.lines.get(model)
             while line is not None and line.items and (name := heap.first()) is not None:
@@ -129,15 +104,12 @@ class Deadline:
                 if replica is not None and replica.serves == model:
                     one = self._candidate(replica, line, may, now_s)
                     if one is not None:
-                        key = one.tier, one.is_late, *heap.key(name)
-                        best = (
-                            min(best, (key, replica, one), key=itemgetter(0)) if best else (key, replica, one)
-                        )
+                        found.append(((one.tier, one.is_late, *heap.key(name)), replica, one))
                         break
                 heap.discard(name)
-        if best is None:
+        if not found:
             return None
-        _, replica, one = best
+        _, replica, one = min(found, key=itemgetter(0))
         one = self._cached(one, replica, match, may)
         replica.pulls += 1
         self._leave(one)
@@ -156,7 +128,7 @@ class Deadline:
         """It is in flight, and its client has had its turn."""
         due_s = self._due_s(request, now_s)
         if request.id not in self._sent:  # it came to its worker without this router
-            self._sent[request.id] = self._arrive(request, match, due_s)
+            self._sent[request.id] = self._tier(request, match, due_s)
         tier = self._sent[request.id]
         self.shares.go(request.id)
         tokens = request.input_tokens + request.expected_output_tokens
@@ -192,9 +164,6 @@ class Deadline:
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
         """It has nothing in flight. What it can hold and load is said by `equip`."""
         self.replicas[worker] = Replica(worker, self.kv_tokens, self.chunk_tokens)
-
-    def worker_changed(self, worker: str, capacity: float) -> None:
-        """Nothing changes: how fast it is is measured."""
 
     def worker_down(self, worker: str) -> None:
         """What waits waits for the others."""
@@ -266,12 +235,10 @@ class Deadline:
 
     def late(self, now_s: float) -> Collection[str]:
         """Those that have, or are to have, a model of which some of tier 0 could not be in time at two looks."""
-        short = {model for model, looks in self.models.short.items() if looks > 1} if self._waiting else set()
-        return (
-            [one.name for one in self.replicas.values() if (one.target or one.loaded) in short]
-            if short
-            else ()
-        )
+        if not self._waiting:
+            return ()
+        short = {model for model, looks in self.models.short.items() if looks > 1}
+        return [one.name for one in self.replicas.values() if (one.target or one.loaded) in short]
 
     def report(self, now_s: float) -> Mapping[str, object]:
         """What waits by model, class and tier, in which order for each worker, and how many replicas would do."""
@@ -329,20 +296,6 @@ class Deadline:
             "before": [],
         }
 
-    # -- shares
-
-    @property
-    def weights(self) -> Weights:
-        """The clients' shares."""
-        return self.shares.weights
-
-    def reweighed(self, client: str) -> None:
-        """What it sends from now on is charged by its weight."""
-
-    def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """Empty: a client's lead is over all workers."""
-        return {}
-
     # -- inside
 
     def _line(self, model: str) -> Line:
@@ -354,12 +307,8 @@ class Deadline:
     def _slo_s(self, request: Request) -> float:
         return self.slo_s if request.promise is None else request.promise.slo_s
 
-    def _due_s(self, request: Request, now_s: float) -> float:
-        return now_s + self.slo_s if request.promise is None else request.promise.due_s
-
-    def _arrive(self, request: Request, match: Match, due_s: float) -> int:
-        uncached, output = request.input_tokens - match.tokens, request.expected_output_tokens
-        tier = self.shares.arrive(request.id, request.client, request.model, uncached, output, due_s)
+    def _tier(self, request: Request, match: Match, due_s: float) -> int:
+        tier = self._arrive(request, match, due_s)
         return tier if self.tiers else 0
 
     def _at_once(
@@ -377,8 +326,7 @@ class Deadline:
                 self.tiers and not one.tier and replica.is_small(one.request.client, one.tokens)
             ):
                 continue
-            again = RECOMPUTED * (one.request.input_tokens - match.of(view.name))
-            cost = (again + view.prefill_tokens + OUTPUT_PRICE * view.decode_tokens) / view.capacity
+            cost = left_to_do(view, one.request.input_tokens - match.of(view.name))
             key = cost, view.dispatched_tokens, view.name
             if best is None or key < best:
                 best = key
@@ -469,10 +417,7 @@ class Deadline:
             self._line(model).left_s = self._now_s
 
     def _equipped(self) -> None:
-        if self.ahead is None and self.replicas:
-            self.shares.ahead = AHEAD_PART * min(one.kv_tokens for one in self.replicas.values())
-        known = {model for one in self.replicas.values() for model in (*one.swap_s, one.loaded)}
-        self.shares.serve({model for model in known if model is not None})
+        self._serve(self.replicas.values())
         self._wake(*self.replicas.values())
 
     def _shown(self, replica: Replica, now_s: float) -> Mapping[str, object]:

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, inf, log2
 from operator import attrgetter
-from typing import ClassVar
 
 from router.placement.contract import Ended, May, Request, WorkerView
 from router.placement.qlm.estimate import Estimator
@@ -36,16 +35,10 @@ from router.placement.qlm.groups import Entry, Groups
 from router.placement.qlm.problem import MOST_WORK, SOLVERS, Answer, Orders, Problem, Solver, edf
 from router.placement.qlm.queues import VirtualQueues, Worker
 from router.placement.qlm.report import report, standing
-from router.queues.shares import OUTPUT_PRICE, Shares
+from router.placement.within_shares import WithinShares, left_to_do
 from router.radix import Match
-from sglang_fair.common.deadlines import DEFAULT_CLASSES, Promise
-from sglang_fair.common.weights import Weights
+from sglang_fair.common.deadlines import Promise
 
-AHEAD_PART = 0.25
-"""Of the smallest KV cache."""
-RECOMPUTED = 4.0
-"""A prompt token that is not cached at a worker, in tokens that wait there: computing it again is lost to all. Chosen
-among 1, 4 and 16 by the throughput of simulated trees and judges (one seed)."""
 NEEDED_EVERY_S = 5.0
 """How often it is looked for what would do."""
 OLD_S = 15.0
@@ -68,7 +61,7 @@ class _Waiting:
 
 
 @dataclass
-class Qlm:
+class Qlm(WithinShares):
     """`ahead`: units beyond its share up to which a client is in tier 0; null: from the smallest KV cache. `delta`:
     average batches in a group. Without `prefixes` what is cached makes no difference, as in the paper. `literal`:
     waits by Equations 1-5. Without `tiers` none is ahead of its share. `evicts`: workers take requests back for
@@ -79,43 +72,22 @@ class Qlm:
     requests.
     """
 
-    uses_caches: ClassVar[bool] = True
-    uses_progress: ClassVar[bool] = True
-
-    ahead: float | None = None
     delta: float = 4.0
     prefixes: bool = True
     literal: bool = False
-    tiers: bool = True
-    evicts: bool = False
-    kv_tokens: int = 65_536
-    chunk_tokens: int = 8_192
-    slo_s: float = DEFAULT_CLASSES["interactive"]
     every_s: float = 1.0
     patience_s: float = 10.0
     solver: Solver = "auto"
     plan_work: int = MOST_WORK
-    client_weights: Mapping[str, float] = field(default_factory=dict)
-    max_clients: int = 50_000
 
     queues: VirtualQueues = field(init=False, repr=False)
-    shares: Shares = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not (self.kv_tokens > 0 and self.chunk_tokens >= 0):
-            raise ValueError("kv_tokens is above 0, and chunk_tokens not negative")
-        if not 0 < self.slo_s < inf:
-            raise ValueError(f"slo_s is {self.slo_s}: it is a number of seconds above 0")
+        super().__post_init__()
         if not (self.every_s > 0 and self.patience_s > 0):
             raise ValueError(f"every_s and patience_s are above 0, not {self.every_s} and {self.patience_s}")
-        if self.max_clients < 1:
-            raise ValueError(f"max_clients is {self.max_clients}: at least one is needed")
         if self.solver not in SOLVERS:
             raise ValueError(f"solver is one of {', '.join(SOLVERS)}, not {self.solver!r}")
-        if not isinstance(self.client_weights, Mapping):
-            raise ValueError(f"client_weights is {self.client_weights!r}: it maps clients to weights")
-        first = self.kv_tokens * AHEAD_PART if self.ahead is None else self.ahead
-        self.shares = Shares(first, Weights(self.client_weights), most_owing=self.max_clients)
         self.queues = VirtualQueues(Groups(self.delta), Estimator(literal=self.literal))
         self._waiting: dict[str, _Waiting] = {}
         self._leaving: dict[str, int] = {}
@@ -146,19 +118,19 @@ class Qlm:
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
         """The worker that has least to do of those that have room, if none has to go first; else it waits."""
-        tier = self.shares.standing(request.client)
+        tier, due_s = self.shares.standing(request.client), self._due_s(request, now_s)
         is_alone = tier is not None
         if tier is None:
-            tier = self._arrive(request, match, now_s)
+            tier = self._arrive(request, match, due_s)
         if not self.tiers:
             tier = 0
         if not (self._ready and self._waiting):
-            chosen = self._at_once(request, match, workers, tier, self._due_s(request, now_s))
+            chosen = self._at_once(request, match, workers, tier, due_s)
             if chosen is not None:
                 self._leaving[request.id] = tier
                 return chosen
         if is_alone:
-            self._arrive(request, match, now_s)
+            self._arrive(request, match, due_s)
         promise = request.promise or Promise("", self.slo_s, now_s + self.slo_s)
         entry = Entry(
             id=request.id,
@@ -220,13 +192,13 @@ class Qlm:
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """It is in the worker's window, and its client has had its turn."""
-        tier = self._leaving.pop(request.id, None)
+        tier, due_s = self._leaving.pop(request.id, None), self._due_s(request, now_s)
         if tier is None:  # it came to its worker without this router
             standing = self.shares.standing(request.client)
-            tier = self._arrive(request, match, now_s) if standing is None else standing
+            tier = self._arrive(request, match, due_s) if standing is None else standing
         if self.queues.where(request.id) is None:
             tokens = request.input_tokens + request.expected_output_tokens
-            self.queues.send(worker, request.id, tokens, self._due_s(request, now_s), request.client)
+            self.queues.send(worker, request.id, tokens, due_s, request.client)
         uncached, expected = request.input_tokens - match.tokens, request.expected_output_tokens
         if self.shares.tier(request.id) is None:
             self.shares.pass_by(request.id, request.client, request.model, uncached, expected)
@@ -269,9 +241,6 @@ class Qlm:
         made = Worker(worker, "", self.kv_tokens, self.chunk_tokens, evicts=self.evicts)
         self.queues.worker_up(made)
         self._ready[worker] = None
-
-    def worker_changed(self, worker: str, capacity: float) -> None:
-        """Nothing changes: how fast it is is measured."""
 
     def worker_down(self, worker: str) -> None:
         """Its groups go to the others."""
@@ -401,30 +370,7 @@ class Qlm:
         """Its group, and what is before it."""
         return standing(self.queues, request_id, now_s, ahead=ahead)
 
-    # -- shares
-
-    @property
-    def weights(self) -> Weights:
-        """The clients' shares."""
-        return self.shares.weights
-
-    def reweighed(self, client: str) -> None:
-        """What it sends from now on is charged by its weight."""
-
-    def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """Empty: a client's lead is over all workers."""
-        return {}
-
     # -- inside
-
-    def _due_s(self, request: Request, now_s: float) -> float:
-        return now_s + self.slo_s if request.promise is None else request.promise.due_s
-
-    def _arrive(self, request: Request, match: Match, now_s: float) -> int:
-        """It waits for its client's turn. Its tier."""
-        uncached, expected = request.input_tokens - match.tokens, request.expected_output_tokens
-        due_s = self._due_s(request, now_s)
-        return self.shares.arrive(request.id, request.client, request.model, uncached, expected, due_s)
 
     def _at_once(
         self, request: Request, match: Match, views: Sequence[WorkerView], tier: int, due_s: float
@@ -436,8 +382,7 @@ class Qlm:
         for view in views:
             worker = self.queues.workers[view.name]
             worker.overrun_tokens = view.overrun_tokens
-            left = RECOMPUTED * (request.input_tokens - lengths.get(view.name, 0))
-            cost = (left + view.prefill_tokens + OUTPUT_PRICE * view.decode_tokens) / view.capacity
+            cost = left_to_do(view, request.input_tokens - lengths.get(view.name, 0))
             if cost > least or not worker.is_open:
                 continue
             is_small = not tier and self.tiers and worker.is_small(request.client, size)
@@ -488,10 +433,7 @@ class Qlm:
 
     def _equipped(self) -> None:
         """A worker has other memory, or another model."""
-        workers = self.queues.workers.values()
-        if self.ahead is None and workers:
-            self.shares.ahead = AHEAD_PART * min(one.kv_tokens for one in workers)
-        self.shares.serve({m for one in workers for m in (*one.swap_s, one.loaded) if m is not None})
+        self._serve(self.queues.workers.values())
         self._all_ready()
 
 
