@@ -21,7 +21,7 @@ from typing import ClassVar
 from router.placement.contract import Ended, May, Memoryless, Placement, Request, WorkerView
 from router.radix import Match
 
-Key = tuple[float, int]
+Entry = tuple[tuple[float, int], Request]
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Place:
     """By how much answers are longer than was expected."""
     target: str | None = None
     """The model that it is to load."""
-    bound: list[tuple[Key, Request]] = field(default_factory=list)
+    bound: list[Entry] = field(default_factory=list)
     """Requests that it is to get first."""
 
     @property
@@ -118,9 +118,18 @@ class _Queueing(Memoryless):
         for view in workers:
             self.places[view.name].overrun_tokens = view.overrun_tokens
 
-    def _key(self, first: float) -> Key:
+    def _entry(self, request: Request, first: float | None = None) -> Entry:
+        """Of a heap: by when it is due, if nothing else is to be `first`; then in order of arrival."""
+        if first is None:
+            first = request.promise.due_s if request.promise is not None else inf
         self._count += 1
-        return first, self._count
+        return (first, self._count), request
+
+    def _first(self, heap: list[Entry]) -> Entry | None:
+        """Of a heap, without those that were given up and stood before it."""
+        while heap and heap[0][1].id in self._gone:
+            heappop(heap)
+        return heap[0] if heap else None
 
 
 class Edf(_Queueing):
@@ -131,13 +140,12 @@ class Edf(_Queueing):
     def __init__(self, prefers_loaded: bool = False) -> None:
         super().__init__()
         self._prefers_loaded = prefers_loaded
-        self._heap: list[tuple[Key, Request]] = []
+        self._heap: list[Entry] = []
 
     def place(
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
-        due_s = request.promise.due_s if request.promise is not None else inf
-        heappush(self._heap, (self._key(due_s if self.by_deadline else now_s), request))
+        heappush(self._heap, self._entry(request, None if self.by_deadline else now_s))
         return None
 
     def next(
@@ -151,11 +159,8 @@ class Edf(_Queueing):
         for place in self.places.values():
             if place.bound and place.loaded is not None and place.target is None:
                 return place.bound.pop(0)[1], place.name
-        while self._heap:
-            key, request = self._heap[0]
-            if request.id in self._gone:
-                heappop(self._heap)
-                continue
+        while (entry := self._first(self._heap)) is not None:
+            request = entry[1]
             able = [one for one in self.places.values() if one.may_have(request.model)]
             if self._prefers_loaded:
                 able = [one for one in able if one.loaded == request.model] or able
@@ -166,7 +171,7 @@ class Edf(_Queueing):
             if chosen.loaded == request.model:
                 return request, chosen.name
             chosen.target = request.model
-            chosen.bound.append((key, request))
+            chosen.bound.append(entry)
         return None
 
 
@@ -182,13 +187,12 @@ class Shepherd(_Queueing):
     def __init__(self, longest_tokens: int = 2048) -> None:
         super().__init__()
         self._longest = longest_tokens
-        self._waiting: dict[str, list[tuple[Key, Request]]] = {}
+        self._waiting: dict[str, list[Entry]] = {}
 
     def place(
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
-        due_s = request.promise.due_s if request.promise is not None else inf
-        heappush(self._waiting.setdefault(request.model, []), (self._key(due_s), request))
+        heappush(self._waiting.setdefault(request.model, []), self._entry(request))
         return None
 
     def next(
@@ -213,13 +217,12 @@ class Shepherd(_Queueing):
         """The model of the earliest deadline that can be kept; of the earliest, if none can."""
         best: tuple[bool, float, str] | None = None
         for model, heap in self._waiting.items():
-            while heap and heap[0][1].id in self._gone:
-                heappop(heap)
-            if not heap or (model != place.loaded and model not in place.swap_s):
+            first = self._first(heap)
+            if first is None or (model != place.loaded and model not in place.swap_s):
                 continue
             ready_s = now_s + (0.0 if model == place.loaded else place.swap_s[model])
             in_time = [key[0] for key, _ in heap if key[0] >= ready_s]
-            one = (not in_time, min(in_time) if in_time else heap[0][0][0], model)
+            one = (not in_time, min(in_time) if in_time else first[0][0], model)
             best = one if best is None or one < best else best
         return None if best is None else best[2]
 
@@ -227,8 +230,8 @@ class Shepherd(_Queueing):
         """As many as fit; those that are late already come last."""
         heap = self._waiting[model]
         tokens = 0
-        late: list[tuple[Key, Request]] = []
-        batch: list[tuple[Key, Request]] = []
+        late: list[Entry] = []
+        batch: list[Entry] = []
         while heap:
             entry = heappop(heap)
             if entry[1].id in self._gone:
@@ -258,7 +261,7 @@ class Spread(_Queueing):
     def __init__(self, by: str = "turn", seed: int = 0) -> None:
         super().__init__()
         self._by, self._rng, self._turn = by, Random(seed), 0
-        self._heaps: dict[str, list[tuple[Key, Request]]] = {}
+        self._heaps: dict[str, list[Entry]] = {}
 
     def place(
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
@@ -266,8 +269,7 @@ class Spread(_Queueing):
         names = list(self.places)
         self._turn += 1
         at = self._turn % len(names) if self._by == "turn" else self._rng.randrange(len(names))
-        due_s = request.promise.due_s if request.promise is not None else inf
-        heappush(self._heaps.setdefault(names[at], []), (self._key(due_s), request))
+        heappush(self._heaps.setdefault(names[at], []), self._entry(request))
         return None
 
     def next(
@@ -280,13 +282,12 @@ class Spread(_Queueing):
         self._see(workers)
         for name, heap in self._heaps.items():
             place = self.places[name]
-            while heap and heap[0][1].id in self._gone:
-                heappop(heap)
-            if not heap or place.loaded is None or place.target is not None or place.room <= 0:
+            first = self._first(heap)
+            if first is None or place.loaded is None or place.target is not None or place.room <= 0:
                 continue
-            if heap[0][1].model == place.loaded:
+            if first[1].model == place.loaded:
                 return heappop(heap)[1], name
-            place.target = heap[0][1].model
+            place.target = first[1].model
         return None
 
 

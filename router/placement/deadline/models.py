@@ -86,8 +86,9 @@ class Models:
     """By model, for how many looks in a row some of tier 0 could not be in time."""
     missing_since_s: float = 0.0
 
-    def look(self, now_s: float) -> list[Swap]:
-        """The swaps that are to begin, each replica at most once. They are in the replicas' `target` then."""
+    def look(self, now_s: float, *, measures: bool = False) -> list[Swap]:
+        """The swaps that are to begin, each replica at most once. They are in the replicas' `target` then. `measures`:
+        the replicas that are missing are counted, too."""
         for one in self.replicas.values():
             if one.loaded is not None and not one.is_urgent:
                 one.target = None  # what has not begun is judged anew
@@ -100,15 +101,11 @@ class Models:
             del self.short[model]
         for model in look.dues:
             self.short[model] = self.short.get(model, 0) + 1 if look.lacks(model) else 0
+        if measures:
+            if not self.missing:
+                self.missing_since_s = now_s
+            self.missing = {model: more for model in look.dues if (more := look.missing(model))}
         return found
-
-    def measure(self, now_s: float) -> None:
-        """Counts the replicas that are missing."""
-        look = _Look(self, now_s)
-        missing = {model: more for model in look.dues if (more := look.missing(model))}
-        if not self.missing:
-            self.missing_since_s = now_s
-        self.missing = missing
 
 
 class _Look:

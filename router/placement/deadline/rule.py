@@ -406,10 +406,10 @@ class Deadline(WithinShares):
         self._looked_s = now_s
         for replica in self.replicas.values():
             replica.measure(now_s)
-        self.models.look(now_s)
-        if now_s >= self._measured_s + 2 * LOOK_S:
+        measures = now_s >= self._measured_s + 2 * LOOK_S
+        if measures:
             self._measured_s = now_s
-            self.models.measure(now_s)
+        self.models.look(now_s, measures=measures)
 
     def _absent(self, model: str | None) -> None:
         """A replica gave it up."""
