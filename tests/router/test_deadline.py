@@ -16,6 +16,7 @@ from router.placement.deadline.rule import Deadline
 from router.radix import Match
 from sglang_fair.common.deadlines import Promise
 from tests.support.budget import examples
+from tests.support.worker_view import View
 
 KV, CHUNK = 4_000, 400
 TOKEN_S = 0.001
@@ -23,19 +24,9 @@ TOKEN_S = 0.001
 
 
 @dataclass(eq=False)
-class View:
-    """A replica as a placement sees it; it serves what it was sent in turn, `TOKEN_S` a token."""
+class Serving(View):
+    """It serves what it was sent in turn, `TOKEN_S` a token."""
 
-    name: str
-    capacity: float = 1.0
-    load: float = 0.0
-    prefill_tokens: float = 0.0
-    decode_tokens: float = 0.0
-    dispatched: int = 0
-    dispatched_tokens: int = 0
-    prefilled_tokens: int = 0
-    produced_tokens: int = 0
-    overrun_tokens: int = 0
     running: list[Request] = field(default_factory=list)
     free_s: float = 0.0
 
@@ -48,7 +39,7 @@ class Driver:
     ) -> None:
         self.rule = Deadline(**{"kv_tokens": KV, "chunk_tokens": CHUNK, "ahead": 2_000.0, **options})  # type: ignore[arg-type]
         self.now_s, self.models, self.swap_s = 0.0, models, swap_s
-        self.views = {f"w{at}": View(f"w{at}") for at in range(replicas)}
+        self.views = {f"w{at}": Serving(f"w{at}") for at in range(replicas)}
         self.has: dict[str, str | None] = {}
         self.comes: dict[str, tuple[float, str]] = {}
         self.ends: list[tuple[float, str, Request]] = []
@@ -59,7 +50,7 @@ class Driver:
             self.up(name, models[at % len(models)])
 
     @property
-    def taking(self) -> list[View]:
+    def taking(self) -> list[Serving]:
         found = [view for name, view in self.views.items() if self.has.get(name) is not None]
         if found != getattr(self, "_taking", None):
             self._taking = found

@@ -6,7 +6,6 @@ import pickle
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from io import BytesIO
 
 import numpy as np
@@ -41,25 +40,13 @@ from router.radix import Match
 from router.workers import Worker
 from sglang_fair.settings.program import parse
 from tests.support.budget import examples, is_night, seeds
+from tests.support.worker_view import View
 from workloads.simulation import Site
 
 
 def ids(*tokens: int) -> bytes:
     """Token ids as they travel."""
     return np.asarray(tokens, "<u4").tobytes()
-
-
-@dataclass
-class View:
-    """A worker as a placement sees it."""
-
-    name: str
-    load: float = 0.0
-    dispatched_tokens: int = 0
-    capacity: float = 1.0
-    prefill_tokens: float = 0
-    decode_tokens: float = 0.0
-    dispatched: int = 0
 
 
 def ended(request: Request, worker: str, matched: int = 0, output: int = 0, outcome="ok", **times) -> Ended:

@@ -1,6 +1,5 @@
 """What a client cannot get from `qlm` by withdrawing, sending again and failing; and who may go beyond the window."""
 
-from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -13,22 +12,7 @@ from router.placement.qlm.problem import Answer
 from router.radix import Match
 from sglang_fair.common.deadlines import Promise
 from tests.support.budget import examples
-
-
-@dataclass
-class View:
-    """A worker."""
-
-    name: str
-    capacity: float = 1.0
-    load: float = 0.0
-    prefill_tokens: int = 0
-    decode_tokens: float = 0.0
-    dispatched: int = 0
-    dispatched_tokens: int = 0
-    prefilled_tokens: int = 0
-    produced_tokens: int = 0
-    overrun_tokens: int = 0
+from tests.support.worker_view import View
 
 
 @settings(max_examples=examples(25))
