@@ -6,7 +6,7 @@ from math import inf
 from typing import ClassVar, Protocol
 
 from router.placement.contract import Request, WorkerView
-from router.queues.shares import OUTPUT_PRICE, Shares
+from router.placement.shares import OUTPUT_PRICE, Shares
 from router.radix import Match
 from sglang_fair.common.deadlines import DEFAULT_CLASSES
 from sglang_fair.common.weights import Weights

@@ -6,7 +6,7 @@
     where      the replica with least to do of those that have room (`replica`). Nobody waits at a replica: it pulls
     hopeless   the prompts that a replica has and this one's own would last beyond its due time
     models     another one is loaded when the requests that are saved by it exceed those that are lost (`models`)
-    shares     start-time fair queueing gives the tier (`router.queues.shares`): deadlines order only what a client is
+    shares     start-time fair queueing gives the tier (`placement.shares`): deadlines order only what a client is
                entitled to. By default a client may be ahead by a part of the smallest KV cache
 
 Everything is decided here, in one process; nothing is planned. All that is measured is learnt again after a restart.

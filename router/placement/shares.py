@@ -33,7 +33,7 @@ and the clients that have one or owe; of those without requests at most `most_ow
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from router.queues.fronts import Front, Key
+from router.placement.fronts import Front, Key
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.heap import LazyHeap
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.queues.fronts import STEPS
-from router.queues.shares import Shares
+from router.placement.fronts import STEPS
+from router.placement.shares import Shares
 from sglang_fair.common.weights import Weights
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
