@@ -45,8 +45,6 @@ class Watched:
         with self._lock:
             return self._router.handle(event, now_s, peer)
 
-    plans = False
-
     def question(self, now_s: float) -> None:
         """It plans nothing."""
 
