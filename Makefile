@@ -45,7 +45,7 @@ REST = -q -n auto --maxprocesses 10 --dist loadgroup --no-loadscope-reorder -m "
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint test nightly gate-3.13 cluster compare reproduce lock dist docs image clean
+.PHONY: help setup check lint test nightly gate-3.13 cluster compare reproduce lock dist size docs image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ lock: $(STAMPS)/venv ## write the locks anew, keeping their pins (ARGS=--upgrade
 dist: $(READY) ## build the sdist and, of it, the wheel into dist/
 	rm -rf dist
 	$(BIN)/python -m build
+
+size: ## print how large each capability is, beside its budget, and what has grown too large
+	@$(PYTHON) tests/size.py
 
 docs: $(READY) ## build the site into site/
 	$(BIN)/mkdocs build --strict
