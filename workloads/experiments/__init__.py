@@ -11,12 +11,10 @@ and add the class to `EXPERIMENTS` below. Then `sglang-fair reproduce ID --quick
 
 from collections.abc import Mapping
 
-from workloads.experiments.beyond_adaptive import Adaptive
 from workloads.experiments.beyond_cache import Cache
 from workloads.experiments.beyond_deadlines import Shared
 from workloads.experiments.beyond_equity import Equity
 from workloads.experiments.beyond_isolation import Isolation as BesideFloods
-from workloads.experiments.beyond_payers import Payers
 from workloads.experiments.beyond_placement import Contest
 from workloads.experiments.beyond_production import Production
 from workloads.experiments.beyond_routers import Routers
@@ -62,6 +60,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         Abuse(), Delay(), Table3(), Table4(), Equity(),
         Waits(), Blocking(), Drain(), Sweep(), Ablation(), Models(), Hardware(), Mega(), Queues(),
         Overhead(), Needed(), Shared(),
-        Routers(), Payers(), Adaptive(), Production(), Cache(), BesideFloods(), Contest(), Target(),
+        Routers(), Production(), Cache(), BesideFloods(), Contest(), Target(),
     )
 }  # fmt: skip
