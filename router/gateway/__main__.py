@@ -6,119 +6,47 @@ import signal
 import sys
 import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
 from router.batches.folder import check as check_batches
 from router.collector import collect_seldom
 from router.descriptors import raise_limit
-from router.gateway import logs, otlp
-from router.gateway.access import proxies
-from router.gateway.access.quota import MEMORY, check_store
+from router.gateway import logs
+from router.gateway.access.quota import MEMORY
 from router.gateway.address import Shown, check_free
-from router.gateway.app import CONFIG_VARIABLE, Config, create_app
+from router.gateway.app import SETTINGS_VARIABLE, create_app
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import fit
 from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, read_tokens
-from router.gateway.routing.routers import Routers
+from router.gateway.settings import check, folders
 from router.gateway.shared_port import SharedPort
-from sglang_fair.common.deadlines import make_classes
-from sglang_fair.common.fields import Facts
-from sglang_fair.common.files import read_json
-from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.listening import is_loopback
-from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import feeder_key
-from sglang_fair.settings import protection, table
+from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
-from sglang_fair.settings.setting import SettingError, shared
-from sglang_fair.tenants import file
+from sglang_fair.settings.setting import SettingError
 
 FACTORY = "router.gateway.app:create_app_from_environment"
 
 
-def configure(settings: table.Gateway) -> Config:
-    """What the gateway's processes need to know. Its limits are lower where this process may open few files."""
-    asked, descriptors = table.Limits(**shared(settings, table.Limits)), raise_limit()
-    limits = fit(asked, descriptors)
-    if limits != asked:
+def fitted(settings: table.Gateway) -> table.Gateway:
+    """With lower limits where this process may open few files."""
+    descriptors = raise_limit()
+    found = fit(settings, descriptors)
+    if found != settings:
         logging.getLogger("gateway").warning(
             "only %d open files (ulimit -Hn): %d requests and %d connections at a time, not %d and %d",
-            descriptors, limits.max_in_flight, limits.max_connections, asked.max_in_flight, asked.max_connections,
+            descriptors, found.max_in_flight, found.max_connections, settings.max_in_flight, settings.max_connections,
         )  # fmt: skip
-    places = tuple(place.strip().lower() for place in settings.identity.split(",") if place.strip())
-    return Config(
-        settings.router,
-        settings.model_name,
-        settings.tokenizer,
-        settings.router_timeout_s,
-        limits,
-        places,
-        **shared(settings, table.Access),
-        metrics_clients=settings.metrics_clients,
-        processes=settings.workers,
-        log_level=settings.log_level,
-        log_format=settings.log_format,
-        **shared(settings, table.Tracing),
-        apps=settings.apps,
-        more_models=more_models(settings),
-        slo_classes=dict(settings.slo_classes),
-        **shared(settings, table.Files),
-        **shared(settings, table.Fields),
-        keys=settings.keys,
-        tls_cert=settings.tls_cert,
-        tls_key=settings.tls_key,
-        replica_ca=settings.replica_ca,
-        names=settings.names,
-        notice_s=settings.notice_s,
-    )
-
-
-def more_models(settings: table.Gateway) -> dict[str, str]:
-    """The models besides the first, each with the folder of its tokenizer. Raises SettingError."""
-    try:
-        found = dict(split_pairs(settings.more_models, "model"))
-    except ValueError as error:
-        raise SettingError(f"--more-models: {error}", "more_models") from None
-    if settings.model_name in found:
-        raise SettingError(f"--more-models: {settings.model_name} is the first model already", "more_models")
     return found
-
-
-def check(settings: table.Gateway) -> None:
-    """Raises SettingError for what is wrong with tenants, proxies, applications and where spans go."""
-    try:
-        Routers(settings.router)
-    except ValueError as error:
-        raise SettingError(f"--router: {error}", "router") from None
-    check_protection(settings)
-    if settings.trusted_proxies is not None:
-        proxies.parse(settings.trusted_proxies)
-    check_store(settings.limit_store)
-    otlp.check(settings.otlp_traces_endpoint)
-    if settings.tenants is not None:
-        file.read(Path(settings.tenants))
-    more_models(settings)
-    try:
-        Facts.allowing(settings.max_logprobs, settings.allow_fields)
-    except ValueError as error:
-        raise SettingError(f"--allow-fields: {error}", "allow_fields") from None
-    try:
-        make_classes(settings.slo_classes, "--slo-classes")
-    except ValueError as error:
-        raise SettingError(str(error), "slo_classes") from None
-    if settings.apps is not None:
-        try:
-            make_apps(read_json(settings.apps), f"--apps {settings.apps}")
-        except ValueError as error:
-            raise SettingError(str(error), "apps") from None
 
 
 def warn(settings: table.Gateway) -> None:
@@ -150,17 +78,6 @@ def warn(settings: table.Gateway) -> None:
         )
 
 
-def check_protection(settings: table.Gateway) -> None:
-    """Raises SettingError for keys and certificates that cannot be used, and where others reach it unprotected."""
-    protection.read_keys(settings.keys, "gateway")
-    protection.check_certificate(settings)
-    protection.check_authorities(settings)
-    for field in ("host", *(("admin_host",) if settings.admin_port is not None else ())):
-        protection.check_address(
-            settings, field, is_protected=settings.tls_cert is not None, insecure=settings.insecure
-        )
-
-
 def shared_port(host: str, port: int) -> SharedPort:
     """Where all processes listen. Raises Mistake if somebody does already."""
     try:
@@ -174,7 +91,7 @@ def serve(settings: table.Gateway) -> int:
     logs.configure(settings.log_level, settings.log_format)
     if not settings.outlive_parent:
         die_with_parent()
-    config = configure(settings)
+    settings = fitted(settings)
     warn(settings)
     if settings.batches is not None:
         try:
@@ -204,12 +121,12 @@ def serve(settings: table.Gateway) -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         if settings.workers == 1:
-            app = create_app(config)
+            app = create_app(settings)
             collect_seldom()
             uvicorn.run(app, **options)
         else:
-            read_tokens(config.folders)  # fail here, not over and over in the workers
-            os.environ[CONFIG_VARIABLE] = config.to_json()
+            read_tokens(folders(settings))  # fail here, not over and over in the workers
+            os.environ[SETTINGS_VARIABLE] = msgspec.json.encode(settings).decode()
             with tempfile.TemporaryDirectory(prefix="sglang-fair-metrics-") as folder:
                 os.environ[FOLDER_VARIABLE] = folder
                 several = uvicorn.Config(FACTORY, factory=True, workers=settings.workers, **options)

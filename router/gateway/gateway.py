@@ -1,9 +1,8 @@
 """Assembles the parts of a gateway process."""
 
 import asyncio
-import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,38 +13,37 @@ from router.batches.model import ClientTotals
 from router.events import Due
 from router.gateway.access.directory import Directory
 from router.gateway.access.identity import Headers, Identity, Peer
-from router.gateway.access.proxies import Network
-from router.gateway.access.quota import MEMORY, Quotas
+from router.gateway.access.quota import Quotas
+from router.gateway.address import Shown
 from router.gateway.counters import Counters
 from router.gateway.explain import Explainer
-from router.gateway.limits import Limits
 from router.gateway.listener import ConnectionBounds
 from router.gateway.logs import request_ended
 from router.gateway.metrics import GatewayMetrics
 from router.gateway.record import RequestRecord
-from router.gateway.relay import REMEMBERED_INTERACTIONS, Relay, Services
 from router.gateway.replicas.pool import Replicas
 from router.gateway.request.intake import Intake
-from router.gateway.request.kinds import Kind
-from router.gateway.request.tokens import Tokens
+from router.gateway.request.tokens import read_tokens
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
 from router.gateway.routing.links import Links
 from router.gateway.routing.placer import Placer
+from router.gateway.settings import apps, classes, facts, folders, networks, places
 from router.gateway.sharing.allowance import Capacity
 from router.gateway.usage import Books, Usage
 from router.shared_limit import SharedLimit
+from sglang_fair.common import tls
 from sglang_fair.common.curve import Keys
-from sglang_fair.common.deadlines import Classes
-from sglang_fair.common.fields import WIDEST, Facts
-from sglang_fair.common.identity import DEFAULT_ORDER
-from sglang_fair.common.interaction import Apps
+from sglang_fair.common.service_keys import feeder_key
 from sglang_fair.common.version import VERSION
 from sglang_fair.core.interactions import Interaction, Interactions
-from sglang_fair.settings.table import METRICS_CLIENTS
+from sglang_fair.settings import table
 
 if TYPE_CHECKING:
     from router.gateway.tracing import Tracing
+
+REMEMBERED_INTERACTIONS = 50_000
+"""That a router which was restarted hears of."""
 
 LISTED_CLIENTS = 10
 """`/status` names this many clients, those with most requests in flight, or most items of batches left."""
@@ -54,96 +52,72 @@ LISTED_CLIENTS = 10
 class Gateway:
     """The parts, and when they start and stop. Belongs to one event loop. No part knows it."""
 
-    def __init__(
-        self,
-        tokens: Mapping[str, Tokens],
-        routers: Sequence[str],
-        router_timeout_s: float,
-        limits: Limits,
-        identity: Sequence[str] = DEFAULT_ORDER,
-        tenants: Path | None = None,
-        trusted: Sequence[Network] | None = None,
-        limit_store: str = MEMORY,
-        metrics_clients: int = METRICS_CLIENTS,
-        processes: int = 1,
-        log_format: str = "text",
-        otlp_traces_endpoint: str | None = None,
-        apps: Apps | None = None,
-        classes: Classes | None = None,
-        feeder_key: str = "",
-        keys: Keys | None = None,
-        replica_tls: ssl.SSLContext | None = None,
-        certificate_end_s: Callable[[], float] = lambda: inf,
-        facts: Facts = WIDEST,
-    ) -> None:
-        """`tokens` are the tokenizers of the models that it serves, the first one first. `routers` are the
-        addresses of its routers, `identity` where a client's name is looked for. `start` opens connections.
-
-        Reads the tenants' file at once, and raises SettingError if it cannot. `trusted` are the networks of proxies,
-        `limit_store` is where tenants' limits are counted. `metrics_clients` who are no tenants have labels of their
-        own; `processes` of this gateway count together. With `log_format` "json" each request is logged. `apps` says
-        which applications clients may name, `classes` what they may ask to be promised.
-        With `feeder_key` the feeder of batches asks on behalf of clients. Spans go to `otlp_traces_endpoint`; None:
-        none are made. Routers must have the keys that belong to `keys`, and replicas with https:// addresses a
-        certificate that `replica_tls` believes; None: the system's authorities do. `certificate_end_s` is when its own
-        certificate ends, in seconds since 1970; inf: it has none. `facts` is what the operator allows clients to ask.
-        """
-        self.processes = processes
+    def __init__(self, settings: table.Gateway) -> None:
+        """Reads tokenizers, keys and the tenants' file at once, and raises `TokenizerError` and SettingError if it
+        cannot. `start` opens connections."""
+        self.settings = settings
+        self.processes = settings.workers
         self.is_ending = False
         """It has been told to stop, and load balancers are to notice."""
         self.counters = Counters()
-        self.directory = None if tenants is None else Directory(tenants)
-        self.quotas = Quotas(limit_store)
-        self.identity = Identity(identity, self.counters, self.directory, trusted, feeder_key)
-        self.capacity = Capacity(limits.max_in_flight, limits.max_held_bytes, limits.max_body_bytes)
-        self.connection_bounds = ConnectionBounds(
-            SharedLimit(limits.max_connections), limits.head_timeout_s, self.counters
+        self.directory = None if settings.tenants is None else Directory(Path(settings.tenants))
+        self.quotas = Quotas(settings.limit_store)
+        self.identity = Identity(
+            places(settings),
+            self.counters,
+            self.directory,
+            networks(settings),
+            feeder_key.key() if settings.batches is not None else "",
         )
-        self.operators_bounds = ConnectionBounds(
-            SharedLimit(limits.max_connections), limits.head_timeout_s, self.counters
+        self.capacity = Capacity(settings.max_in_flight, settings.max_held_bytes, settings.max_body_bytes)
+        self.connection_bounds, self.operators_bounds = (
+            ConnectionBounds(SharedLimit(settings.max_connections), settings.head_timeout_s, self.counters)
+            for _ in range(2)
         )
+        self.apps, self.classes = apps(settings), classes(settings)
         self.interactions = Interactions(most=REMEMBERED_INTERACTIONS)
+        """Those of which calls were served here."""
         self.fleet = Fleet(
-            lambda worker: self.replicas.health.is_well(worker), self._begun, self._due, routers
+            lambda worker: self.replicas.health.is_well(worker), self._begun, self._due, settings.router
         )
-        links = [Link(router, router_timeout_s, self.fleet.side(router), keys) for router in routers]
+        keys = Keys.read_if(settings.keys, "gateway")
+        links = [
+            Link(router, settings.router_timeout_s, self.fleet.side(router), keys)
+            for router in settings.router
+        ]
         for link in links:
             link.cut = self._cut
         self.link = Links(links, self.fleet)
-        self.replicas = Replicas(limits, lambda: self.fleet.workers, self.link.report_health, replica_tls)
-        self._certificate_end_s = certificate_end_s
-        self._intake = Intake(
-            tokens, limits.max_prompt_tokens, lambda model: self.replicas.context_tokens(model), facts
+        self.placer = Placer(self.link, self.fleet, self.counters)
+        self.replicas = Replicas(
+            settings,
+            lambda: self.fleet.workers,
+            self.link.report_health,
+            tls.authorities(settings.replica_ca),
         )
-        self.names = self._intake.names
-        self.metrics = GatewayMetrics(metrics_clients, self.counters, self._gauges, shared=processes > 1)
-        self.record = RequestRecord(log=request_ended if log_format == "json" else None)
-        self.explainer = Explainer(self.record, self.link, self.fleet, self.replicas)
-        self.tracing = None if otlp_traces_endpoint is None else self._traced(otlp_traces_endpoint)
-        self.usage = Usage(Books(self.fleet, self.replicas), self.quotas, self.counters)
-        placer = Placer(self.link, self.fleet, self.counters)
-        self._services = Services(
-            limits,
-            self.identity,
-            self.quotas,
-            self.counters,
-            self.capacity,
-            self._intake,
-            placer,
-            self.replicas,
-            self.metrics,
-            self.record,
-            apps or Apps(),
-            self.interactions,
-            classes or Classes(),
-            self.tracing,
+        tokens = read_tokens(folders(settings))
+        self.intake = Intake(
+            tokens,
+            settings.max_prompt_tokens,
+            lambda model: self.replicas.context_tokens(model),
+            facts(settings),
         )
-
-        self._following: list[asyncio.Task[None]] = []
         self.vocabularies = {name: one.vocabulary for name, one in tokens.items() if one.vocabulary}
         """How many tokens models have of which that is known."""
+        self.names = self.intake.names
+        self.metrics = GatewayMetrics(
+            settings.metrics_clients, self.counters, self._gauges, shared=self.processes > 1
+        )
+        self.record = RequestRecord(log=request_ended if settings.log_format == "json" else None)
+        self.explainer = Explainer(self.record, self.link, self.fleet, self.replicas)
+        self.tracing = self._traced() if settings.otlp_traces_endpoint is not None else None
+        """None: no spans are made."""
+        self.usage = Usage(Books(self.fleet, self.replicas), self.quotas, self.counters)
+        self.cuts: dict[str, Callable[[], None]] = {}
+        """By id of an attempt at a stream: cuts it off, if nothing is lost by that."""
         self.batches: Mapping[str, object] = {}
         """What `/status` says of them."""
+        self._following: list[asyncio.Task[None]] = []
 
     def hear_of_batches(self, totals: Mapping[str, ClientTotals]) -> None:
         """What clients have in the store."""
@@ -156,15 +130,17 @@ class Gateway:
             "clients": {name: asdict(one) for name, one in most},
         }
 
+    @property
+    def shown(self) -> Shown | None:
+        """Its certificate; None: it is asked over http."""
+        cert = self.settings.tls_cert
+        return None if cert is None else Shown(cert, self.settings.tls_key)
+
     def _cut(self, attempt: str) -> None:
         """A router wants this attempt cut."""
-        cut = self._services.cuts.get(attempt)
+        cut = self.cuts.get(attempt)
         if cut is not None:
             cut()
-
-    def relay(self, kind: Kind) -> Relay:
-        """The endpoint for requests of one kind."""
-        return Relay(kind, self._services)
 
     def models(self, headers: Headers, peer: Peer) -> list[str]:
         """The names of models that the sender may ask for. Raises `ApiError` for who may not ask at all."""
@@ -195,7 +171,7 @@ class Gateway:
         await self.quotas.close()
         await self.replicas.close()
         await self.link.close()
-        self._intake.close()
+        self.intake.close()
 
     def state(self) -> dict[str, object]:
         """What this process counts, as `/status` shows it."""
@@ -236,13 +212,14 @@ class Gateway:
                 self.fleet.routers.state(one) == "up" for one in self.fleet.routers.names
             ),
             "gateway_tenants_ok": self.directory is None or not self.directory.error,
-            "gateway_certificate_end_timestamp_seconds": self._certificate_end_s(),
+            "gateway_certificate_end_timestamp_seconds": inf if self.shown is None else self.shown().end_s,
         }
 
-    def _traced(self, endpoint: str) -> "Tracing":
+    def _traced(self) -> "Tracing":
         from router.gateway import tracing  # the SDK takes memory and time to import
 
-        return tracing.Tracing(tracing.otlp(endpoint), self.explainer.attempts)
+        assert self.settings.otlp_traces_endpoint is not None
+        return tracing.Tracing(tracing.otlp(self.settings.otlp_traces_endpoint), self.explainer.attempts)
 
     def _due(self, name: Interaction) -> Due | None:
         """By when further calls of it are due."""

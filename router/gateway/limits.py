@@ -4,18 +4,19 @@ The limits themselves, with their defaults and their meaning, are in the table o
 """
 
 from dataclasses import replace
+from typing import TypeVar
 
 from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.settings.setting import settings_of
 from sglang_fair.settings.table import Limits
 
-__all__ = ["OTHER_DESCRIPTORS", "Limits", "fit", "parse"]
+Bounded = TypeVar("Bounded", bound=Limits)
 
 OTHER_DESCRIPTORS = 128
 """Open files besides connections of clients and of requests."""
 
 
-def fit(limits: Limits, descriptors: int) -> Limits:
+def fit(limits: Bounded, descriptors: int) -> Bounded:
     """`limits` with which a process that may open so many files does not run out of them.
 
     A request needs one for its replica, besides its client's connection.

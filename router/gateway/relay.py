@@ -13,29 +13,25 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from starlette.types import Receive, Scope, Send
 
 from router.events import TOKEN_BYTES, Arrive, Due, Place, Refuse, Suspicion
-from router.gateway.access.identity import Headers, Identity, Peer
-from router.gateway.access.quota import Quotas, Ticket
+from router.gateway.access.identity import Headers, Peer
+from router.gateway.access.quota import Ticket
 from router.gateway.answer.leaving import when_client_leaves
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import DONE
 from router.gateway.answer.typed import error_event
 from router.gateway.clients import address_share, header_safe
-from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
-from router.gateway.limits import Limits
-from router.gateway.metrics import GatewayMetrics
-from router.gateway.record import MOST_NAME, REQUEST_ID, RequestRecord, Try
+from router.gateway.gateway import Gateway
+from router.gateway.record import MOST_NAME, REQUEST_ID, Try
 from router.gateway.replicas.attempt import Attempt
-from router.gateway.replicas.pool import Replicas
 from router.gateway.replicas.retries import (
     MAX_ENDED,
     ContinueElsewhere,
@@ -52,16 +48,15 @@ from router.gateway.replicas.retries import (
     Unplaced,
 )
 from router.gateway.request.call import Call, check_models
-from router.gateway.request.intake import MAX_ROUTED_TOKENS, Intake
+from router.gateway.request.intake import MAX_ROUTED_TOKENS
 from router.gateway.request.kinds import PATHS, Kind, style_of
 from router.gateway.routing.link import RouterGone
-from router.gateway.routing.placer import Placer
-from router.gateway.sharing.allowance import Allowance, Capacity
+from router.gateway.sharing.allowance import Allowance
 from router.suspects import fingerprint
 from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.common import token_ids
 from sglang_fair.common.caller import HEADER_SALT, Caller, salt_header
-from sglang_fair.common.deadlines import HEADER_TIER, BadDeadline, Classes, Promise, attained
+from sglang_fair.common.deadlines import HEADER_TIER, BadDeadline, Promise, attained
 from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
     ANONYMOUS,
@@ -73,11 +68,11 @@ from sglang_fair.common.identity import (
 from sglang_fair.common.interaction import Apps, Part, part_of
 from sglang_fair.common.names import fresh_name
 from sglang_fair.common.swapping import HEADER_MODEL
-from sglang_fair.core.interactions import Interaction, Interactions
+from sglang_fair.core.interactions import Interaction
 from sglang_fair.tenants.model import Tenant
 
 if TYPE_CHECKING:  # imported only where spans are made
-    from router.gateway.tracing import Trace, Tracing
+    from router.gateway.tracing import Trace
 
 log = logging.getLogger("gateway")
 
@@ -90,49 +85,22 @@ spans, they are below its own."""
 
 PASSED_THROUGH = tuple(ANNOUNCEMENTS)
 """A client's headers that its replica gets too."""
-REMEMBERED_INTERACTIONS = 50_000
-"""That a router which was restarted hears of."""
 BODY_TIMEOUT_S = 60.0
 """Longest pause of a client between two pieces of its body."""
 LARGE_BYTES = 1 << 18
 """A request of this size gets no second replica when the first falls silent: its size alone may be the cause."""
 
 
-@dataclass(frozen=True)
-class Services:
-    """What it takes to serve a request, shared by all of them."""
-
-    limits: Limits
-    identity: Identity
-    quotas: Quotas
-    counters: Counters
-    capacity: Capacity
-    intake: Intake
-    placer: Placer
-    replicas: Replicas
-    metrics: GatewayMetrics
-    record: RequestRecord
-    apps: Apps
-    interactions: Interactions
-    """Those of which calls were served here."""
-    classes: Classes
-    """What clients may ask to be promised."""
-    tracing: "Tracing | None" = None
-    """None: no spans are made."""
-    cuts: dict[str, Callable[[], None]] = field(default_factory=dict)
-    """By id of an attempt at a stream: cuts it off, if nothing is lost by that."""
-
-
 class Relay:
     """The ASGI endpoint of one kind of requests."""
 
-    def __init__(self, kind: Kind, services: Services) -> None:
+    def __init__(self, kind: Kind, gateway: Gateway) -> None:
         self._kind = kind
-        self._services = services
+        self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request; returns when its client has an outcome or has left."""
-        await _Exchange(self._kind, self._services, scope, receive, send).run()
+        await _Exchange(self._kind, self._gateway, scope, receive, send).run()
 
 
 @dataclass
@@ -148,13 +116,13 @@ class _Leg:
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, kind: Kind, services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, kind: Kind, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         self._kind = kind
         self._scope = scope
-        self._services = services
+        self._gateway = gateway
         self._receive = receive
         self._send = send
-        self._allowance = Allowance(services.capacity)
+        self._allowance = Allowance(gateway.capacity)
         self._caller = Caller("-")
         """As whom it is served; nobody until that is known."""
         self._tenant: Tenant | None = None
@@ -184,7 +152,7 @@ class _Exchange:
         """The gateway counts it as under way in its interaction."""
         self._attempts = 0
         self._fingerprint = ""
-        self._retries = Retries(services.limits.tries)
+        self._retries = Retries(gateway.settings.tries)
         self._outcome: Outcomes = "failed"
         self._prompt_tokens = 0
         self._first_s: float | None = None
@@ -196,42 +164,42 @@ class _Exchange:
         self._trace: Trace | None = None
 
     async def run(self) -> None:
-        services, scope = self._services, self._scope
-        services.counters.requests += 1
+        gateway, scope = self._gateway, self._scope
+        gateway.counters.requests += 1
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        self._noted = services.record.came(self._kind, headers.get(REQUEST_ID))
-        if services.tracing is not None:
-            self._trace = services.tracing.begin(self._noted, PATHS[self._kind], headers)
+        self._noted = gateway.record.came(self._kind, headers.get(REQUEST_ID))
+        if gateway.tracing is not None:
+            self._trace = gateway.tracing.begin(self._noted, PATHS[self._kind], headers)
         self._own_headers[REQUEST_ID] = self._noted.name
         try:
             peer = scope.get("client")
-            known = services.identity.of(headers, peer)
+            known = gateway.identity.of(headers, peer)
             self._caller, self._tenant, self._is_known = known.caller, known.tenant, True
             self._stands_for = known.stands_for
             self._noted.client = self._client
-            services.record.enter(self._noted)
-            self._ticket = await services.quotas.enter(known)
+            gateway.record.enter(self._noted)
+            self._ticket = await gateway.quotas.enter(known)
             if self._ticket is not None:
                 self._ticket.answered = self._answered
                 self._ticket.headers[REQUEST_ID] = self._noted.name
                 self._own_headers = self._ticket.headers
             # The body may still name the client. Until it is read, an unknown client counts by its address.
-            is_unnamed = self._client == ANONYMOUS and services.identity.reads_user
+            is_unnamed = self._client == ANONYMOUS and gateway.identity.reads_user
             self._allowance.enter(address_share(peer) if is_unnamed else self._client)
             promise = self._promised(headers)
             raw = await self._read_body(headers)
             await self._while_client_listens(raw, headers, peer, promise)
         except ClientGone:
             self._outcome = "left"
-            services.counters.left += 1
+            gateway.counters.left += 1
         except ApiError as error:
             self._noted.error = f"{error.code or error.status}: {error.message}"
             self._noted.status = error.status
             if error.status < 500:
                 self._outcome = "refused"
-                services.counters.refused += 1
+                gateway.counters.refused += 1
             else:
-                services.counters.failed += 1
+                gateway.counters.failed += 1
             await self._refuse(error)
         finally:
             self._allowance.release()
@@ -239,11 +207,11 @@ class _Exchange:
                 self._close(self._ticket)
             if self._is_open:
                 is_answered = self._part.is_last and self._outcome == "ok"
-                services.interactions.end(self._interaction(), is_answered=is_answered)
+                gateway.interactions.end(self._interaction(), is_answered=is_answered)
             self._count()
             self._count_model_and_class()
             self._noted.output_tokens = self._answered()
-            services.record.ended(self._noted, self._outcome)
+            gateway.record.ended(self._noted, self._outcome)
             if self._trace is not None:
                 self._trace.end()
 
@@ -260,7 +228,7 @@ class _Exchange:
 
     def _count(self) -> None:
         """For the metrics."""
-        self._services.metrics.ended(
+        self._gateway.metrics.ended(
             self._client if self._is_known else None,
             self._outcome,
             is_tenant=self._tenant is not None,
@@ -271,7 +239,7 @@ class _Exchange:
 
     def _count_model_and_class(self) -> None:
         """For the metrics and the record."""
-        counters = self._services.counters
+        counters = self._gateway.counters
         if self._model is not None:
             counters.models[self._model, self._outcome] += 1
         if self._promise is not None:
@@ -289,7 +257,7 @@ class _Exchange:
     # -- reading
 
     async def _read_body(self, headers: Headers) -> bytes:
-        limits = self._services.limits
+        limits = self._gateway.settings
         announced = headers.get("content-length", "")
         self._allowance.hold(min(int(announced), limits.max_body_bytes + 1) if announced.isdecimal() else 0)
         pieces: list[bytes] = []
@@ -314,7 +282,7 @@ class _Exchange:
 
     async def _while_client_listens(self, raw: bytes, headers: Headers, peer: Peer, promise: Promise) -> None:
         """Serves the request; cancels that and raises `ClientGone` when the client disconnects."""
-        reply = Reply(self._send, self._services.limits.idle_timeout_s, self._own_headers)
+        reply = Reply(self._send, self._gateway.settings.idle_timeout_s, self._own_headers)
         serving, has_left = asyncio.current_task(), False
         assert serving is not None
 
@@ -326,7 +294,7 @@ class _Exchange:
 
         stop_watching = when_client_leaves(self._scope, self._receive, leave)
         try:
-            call = await self._services.intake.parsed(
+            call = await self._gateway.intake.parsed(
                 self._kind, raw, self._allowance.share, self._caller.group, self._longest_answer()
             )
             self._check_model(call)
@@ -357,7 +325,7 @@ class _Exchange:
             check_models(call, self._tenant.models)
 
     def _name_client(self, call: Call, headers: Headers, peer: Peer) -> None:
-        identity = self._services.identity
+        identity = self._gateway.identity
         if call.user and identity.reads_user:
             self._caller = identity.of(headers, peer, call.user).caller
         self._noted.client = self._client
@@ -369,7 +337,7 @@ class _Exchange:
         if not call.needs_engine:
             return Part()  # it is no call of an interaction
         part = part_of(headers, call.body.get("metadata"))
-        apps = self._services.apps
+        apps = self._gateway.apps
         if self._tenant is not None and self._tenant.apps is not None:
             apps = Apps({self._client: self._tenant.apps})
         app = apps.of(self._client, part.app)
@@ -378,15 +346,15 @@ class _Exchange:
     def _promised(self, headers: Headers) -> Promise:
         """What its headers ask for. Raises `ApiError` 400, which names the header, for what nobody can promise."""
         try:
-            return self._services.classes.promise(headers, self._arrived_s)
+            return self._gateway.classes.promise(headers, self._arrived_s)
         except BadDeadline as error:
             raise ApiError(400, str(error), code="invalid_deadline", param=error.header) from None
 
     def _keep(self, promise: Promise) -> None:
         """What holds for it, as far as is known here: a later call of an interaction is due when the first was."""
         if self._part.interaction:
-            self._services.interactions.tick(time.monotonic())
-            promise = self._services.interactions.promised(self._interaction()) or promise
+            self._gateway.interactions.tick(time.monotonic())
+            promise = self._gateway.interactions.promised(self._interaction()) or promise
         self._promise = self._noted.promise = promise
 
     def _interaction(self) -> Interaction:
@@ -403,8 +371,8 @@ class _Exchange:
 
     async def _serve(self, call: Call, headers: dict[str, str], reply: Reply) -> None:
         """Makes attempts until the client has an outcome. Raises `ApiError` while it has nothing."""
-        services = self._services
-        tokens = await services.intake.routed_tokens(call, self._allowance.share)
+        gateway = self._gateway
+        tokens = await gateway.intake.routed_tokens(call, self._allowance.share)
         self._prompt_tokens = self._noted.input_tokens = len(tokens) // TOKEN_BYTES
         self._noted.model = str(call.body.get("model") or call.model)[:MOST_NAME]
         if self._ticket is not None:
@@ -414,11 +382,11 @@ class _Exchange:
             headers |= {token_ids.HEADER: "1"}
         if call.salt is not None:
             headers |= {HEADER_SALT: salt_header(call.salt)}
-        if (system_tokens := await services.intake.system_tokens(call, self._allowance.share)) > 0:
+        if (system_tokens := await gateway.intake.system_tokens(call, self._allowance.share)) > 0:
             headers |= {HEADER_SYSTEM_TOKENS: str(min(system_tokens, self._prompt_tokens))}
         self._fingerprint = fingerprint(self._client, call.encoded)
         max_silenced = 1 if len(call.encoded) > LARGE_BYTES else MAX_ENDED
-        retries = self._retries = Retries(services.limits.tries, max_silenced)
+        retries = self._retries = Retries(gateway.settings.tries, max_silenced)
         leg = _Leg(call, tokens, self._arrived_s)
         outcome = await self._attempt(leg, retries.excluded, headers, reply, resumable)
         while True:
@@ -430,10 +398,10 @@ class _Exchange:
                     )
                     return
                 case TryAnother(after_s):
-                    services.counters.retried += 1
+                    gateway.counters.retried += 1
                     await asyncio.sleep(after_s)
                 case ContinueElsewhere(after_s):
-                    services.counters.resumed += 1
+                    gateway.counters.resumed += 1
                     await asyncio.sleep(after_s)
                     if self._promise is not None:
                         self._promise = self._promise.renewed(time.monotonic())
@@ -459,7 +427,7 @@ class _Exchange:
                         )
                     if not reply.started:
                         raise error
-                    services.counters.failed += 1
+                    gateway.counters.failed += 1
                     self._noted.error = f"{error.code or error.status}: {error.message}"
                     self._noted.status = error.status
                     await reply.end(error_event(self._kind, error, self._next_number))
@@ -477,9 +445,9 @@ class _Exchange:
         resumable: Resumable | None,
     ) -> Outcome:
         """Has the leg placed and, if it is, served."""
-        services = self._services
+        gateway = self._gateway
         part, name = self._part, self._interaction()
-        services.interactions.tick(time.monotonic())
+        gateway.interactions.tick(time.monotonic())
         limits = None if self._tenant is None else self._tenant.overload
         arrive = Arrive(
             id=fresh_name(),
@@ -496,7 +464,7 @@ class _Exchange:
             stage=part.stage,
             last=part.is_last,
             attempt=self._attempts,
-            begun=services.interactions.calls(name) if part.interaction else 0,
+            begun=gateway.interactions.calls(name) if part.interaction else 0,
             most_calls=None if limits is None else limits.calls_per_minute,
             app_calls=None if limits is None else limits.of_app(part.app),
             model=leg.call.model,
@@ -507,7 +475,7 @@ class _Exchange:
             goes_on=reply.started,
         )
         self._attempts += 1
-        noted = services.record.tried(self._noted, arrive.id)
+        noted = gateway.record.tried(self._noted, arrive.id)
         if self._trace is not None:
             headers = headers | self._trace.attempt(noted)
         try:
@@ -525,9 +493,9 @@ class _Exchange:
         reply: Reply,
         resumable: Resumable | None,
     ) -> Outcome:
-        services = self._services
+        gateway = self._gateway
         try:
-            place = await services.placer.place(arrive)
+            place = await gateway.placer.place(arrive)
         except RouterGone as error:
             noted.outcome, noted.reason = "unplaced", str(error)
             return Unplaced(str(error))
@@ -541,26 +509,26 @@ class _Exchange:
             headers = headers | self._promise.headers(time.monotonic())
         if place.tier:
             headers = headers | {HEADER_TIER: str(place.tier)}
-        services.record.placed(self._noted, noted, place, itself=services.placer.placed_itself(place.id))
+        gateway.record.placed(self._noted, noted, place, itself=gateway.placer.placed_itself(place.id))
         self._worker = place.worker
         attempt = self._attempting = Attempt(
-            services.replicas,
-            services.placer,
+            gateway.replicas,
+            gateway.placer,
             leg.call,
             place,
             client=self._client,
             waiting_since_s=leg.waiting_since_s,
-            progress_interval_s=services.limits.progress_interval_s,
+            progress_interval_s=gateway.settings.progress_interval_s,
             patient_until_s=self._patient_until_s(),
             suspicion=Suspicion(self._client, self._fingerprint, len(self._retries.ended) + 1),
         )
         own = {HEADER_ATTEMPT: place.id} | ({HEADER_MODEL: place.model} if place.model else {})
         if leg.call.stream:
-            services.cuts[place.id] = partial(self._cut, attempt, leg, reply, resumable)
+            gateway.cuts[place.id] = partial(self._cut, attempt, leg, reply, resumable)
         try:
             outcome = await attempt.run(headers | own, reply, resumable)
         finally:
-            services.cuts.pop(place.id, None)
+            gateway.cuts.pop(place.id, None)
             noted.first_s = attempt.first_s
             if attempt.usage.cached_tokens is not None:
                 self._noted.cached_tokens = attempt.usage.cached_tokens
@@ -580,15 +548,15 @@ class _Exchange:
         """Cuts a stream off if nothing of it is lost by that: the client has none of it, or it goes on by its
         tokens."""
         if reply.started:
-            decode = self._services.intake.decoder(leg.call)
+            decode = self._gateway.intake.decoder(leg.call)
             if resumable is None or not resumable.can_go_on(unpack_tokens(leg.tokens), decode):
                 return
-        self._services.counters.cut += 1
+        self._gateway.counters.cut += 1
         attempt.cut()
 
     def _patient_until_s(self) -> float | None:
         """Timeouts are made for the first class. Who may be answered later than that may wait longer by so much."""
-        classes = self._services.classes
+        classes = self._gateway.classes
         return None if self._promise is None else self._promise.due_s - classes.seconds[classes.default]
 
     def _note_call(self, place: Place) -> None:
@@ -598,16 +566,16 @@ class _Exchange:
         self._call_number = place.call
         if self._part.interaction:
             self._is_open = True
-            if place.due is not None and place.due.slo_class in self._services.classes.seconds:
+            if place.due is not None and place.due.slo_class in self._gateway.classes.seconds:
                 self._promise = self._noted.promise = place.due.promise(time.monotonic())
-            interactions, name = self._services.interactions, self._interaction()
+            interactions, name = self._gateway.interactions, self._interaction()
             interactions.told(name, place.call or interactions.calls(name) + 1)
             if self._promise is not None:
                 interactions.promise(name, self._promise)
 
     def _next_leg(self, call: Call, resumable: Resumable, tokens: bytes) -> _Leg:
         """The rest of the stream. Raises `Diverged` if nobody can continue it."""
-        following = resumable.next_leg(unpack_tokens(tokens), self._services.intake.decoder(call))
+        following = resumable.next_leg(unpack_tokens(tokens), self._gateway.intake.decoder(call))
         if following.tokens is not None:
             tokens = pack_tokens(following.tokens[:MAX_ROUTED_TOKENS])
         return _Leg(following.call, tokens, time.monotonic())
@@ -623,7 +591,7 @@ class _Exchange:
             self._worker,
             error.message,
         )
-        self._services.counters.refusals[error.status] += 1
+        self._gateway.counters.refusals[error.status] += 1
         headers = [(b"content-type", b"application/json"), (b"x-fair-client", self._client.encode("latin-1"))]
         more = {**self._own_headers, **error.headers}
         headers += [(name.encode(), value.encode()) for name, value in more.items()]

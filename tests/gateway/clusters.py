@@ -19,10 +19,9 @@ from aiohttp import web
 
 from router.core import Router
 from router.events import Arrive, Event, WorkerUp, encode
-from router.gateway.app import App, Config, create_app
+from router.gateway.app import App, create_app
 from router.gateway.gateway import Gateway
 from router.gateway.guard import KEY_VARIABLE
-from router.gateway.limits import Limits
 from router.gateway.listener import Listener
 from router.placement import build
 from router.shell import INSIDE, Shell
@@ -30,6 +29,7 @@ from sglang_fair.common.identity import HEADER_ATTEMPT
 from sglang_fair.core import make_policy
 from sglang_fair.core.job import Job
 from sglang_fair.core.record import Record
+from sglang_fair.settings import table
 from tests.support import apis
 from tests.support.site import Seen, read_stream, request
 from tests.support.stand_in import Engine, Server
@@ -341,6 +341,20 @@ class Cluster:
         return state
 
 
+def gateway_settings(router: str, tokenizer: Path, **more: Any) -> table.Gateway:
+    """Of a gateway that serves MODEL and listens where its test says."""
+    return table.Gateway(
+        **{
+            "port": 0,
+            "router": (router,),
+            "model_name": MODEL,
+            "tokenizer": str(tokenizer),
+            "notice_s": 0.0,
+            **more,
+        }
+    )
+
+
 @contextlib.asynccontextmanager
 async def served(app: App) -> AsyncIterator[str]:
     """The address at which a gateway listens."""
@@ -368,7 +382,7 @@ async def cluster(
     router: Callable[[], dict] = dict,
     **limits: object,
 ) -> AsyncIterator[Cluster]:
-    """`access` are fields of `Config`, `router` makes options of the router, `models` those of the replicas.
+    """`access` are settings of the gateway, `router` makes options of the router, `models` those of the replicas.
 
     With an address for operators /status is there, with the admin key.
     """
@@ -381,9 +395,16 @@ async def cluster(
         thread = RouterThread(fakes, models, **router())
         stack.callback(thread.close)
         access = ({} if tenants is None else {"tenants": str(tenants)}) | (access or {})
-        access["more_models"] = {model: str(tokenizer) for model in models if model != MODEL}
+        more_models = ",".join(f"{model}={tokenizer}" for model in models if model != MODEL)
         app = create_app(
-            Config((thread.endpoint,), MODEL, str(tokenizer), router_timeout_s, Limits(**limits), **access)
+            gateway_settings(
+                thread.endpoint,
+                tokenizer,
+                router_timeout_s=router_timeout_s,
+                more_models=more_models,
+                **limits,
+                **access,
+            )
         )
         url = await stack.enter_async_context(served(app))
         http = await stack.enter_async_context(aiohttp.ClientSession())

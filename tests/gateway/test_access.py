@@ -19,17 +19,17 @@ from router.gateway.access import proxies
 from router.gateway.access.directory import Directory
 from router.gateway.access.identity import Identity
 from router.gateway.address import check_free
-from router.gateway.app import App, Config, create_app
+from router.gateway.app import App, create_app
 from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
 from router.gateway.guard import KEY_VARIABLE
-from router.gateway.limits import Limits
 from router.gateway.openapi import describe
 from sglang_fair.common.caller import HEADER_WEIGHT
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
+from tests.gateway.clusters import gateway_settings
 from tests.support import apis
 from tests.support.ports import free_port
 from tests.support.stand_in import MODEL, make_tokenizer
@@ -326,7 +326,9 @@ async def ask(
 
 def made(tmp_path: Path, **config: Any) -> App:
     config = {"batches": str(tmp_path / "batches"), **config}
-    return create_app(Config(("tcp://127.0.0.1:17998",), MODEL, str(make_tokenizer(tmp_path)), 0.1, **config))
+    return create_app(
+        gateway_settings("tcp://127.0.0.1:17998", make_tokenizer(tmp_path), router_timeout_s=0.1, **config)
+    )
 
 
 @pytest.mark.slow
@@ -444,8 +446,8 @@ async def test_an_operator_changes_a_weight_and_the_gateway_follows(
 async def test_half_heads_leave_the_operators_port_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = Limits(max_connections=6, head_timeout_s=0.2)
-    async with asking(tmp_path, monkeypatch, limits=limits) as (_, _, operators):
+    limits = {"max_connections": 6, "head_timeout_s": 0.2}
+    async with asking(tmp_path, monkeypatch, **limits) as (_, _, operators):
         port = operators.base_url.port
         half = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         refused = 0

@@ -16,7 +16,7 @@ import pytest
 
 from router.batches.model import Ending, Item
 from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEADER_STANDS_FOR, Identity
-from router.gateway.app import App, Config, create_app
+from router.gateway.app import App, create_app
 from router.gateway.batches import upload as uploads
 from router.gateway.batches.files import Files
 from router.gateway.counters import Counters
@@ -25,6 +25,7 @@ from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
 from tests.batches.test_store import limit_pages
+from tests.gateway.clusters import gateway_settings
 from tests.support.stand_in import MODEL
 
 GOLD, SILVER = "gold", "silver"
@@ -42,7 +43,7 @@ class Asked:
     def __init__(self, folder: Path, tokenizer: Path, **config: Any) -> None:
         config = {"batches": str(folder / "kept"), **config}
         self.folder = folder / "kept"
-        self.app: App = create_app(Config(("tcp://127.0.0.1:17999",), MODEL, str(tokenizer), **config))
+        self.app: App = create_app(gateway_settings("tcp://127.0.0.1:17999", tokenizer, **config))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://gateway")
 
     @property
@@ -338,7 +339,7 @@ async def test_with_tenants_a_key_is_needed(tenants: str, asked: Asked) -> None:
 
 
 def test_without_the_option_there_are_no_batches(tmp_path: Path, tokenizer: Path) -> None:
-    app = create_app(Config(("tcp://127.0.0.1:17999",), MODEL, str(tokenizer)))
+    app = create_app(gateway_settings("tcp://127.0.0.1:17999", tokenizer))
     assert not [path for path in app.pages.openapi()["paths"] if "files" in path or "batches" in path]
 
 

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import yarl
 
-from router.gateway.app import Config, create_app
+from router.gateway.app import create_app
 from router.gateway.clients import header_safe
 from router.gateway.errors import ApiError
 from router.gateway.guard import KEY_VARIABLE
-from router.gateway.limits import Limits
 from router.gateway.request.intake import Intake
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
@@ -28,6 +28,7 @@ from tests.gateway.clusters import (
     ROUTER_TIMEOUT_S,
     Cluster,
     FakeReplica,
+    gateway_settings,
     held_router,
     listening,
 )
@@ -276,7 +277,7 @@ async def test_workers_are_changed_from_this_machine_or_with_the_key(
 ) -> None:
     """503: allowed, but there is no router to tell."""
     monkeypatch.setenv(KEY_VARIABLE, key)
-    app = create_app(Config(("tcp://127.0.0.1:17998",), MODEL, str(tokenizer), 0.1))
+    app = create_app(gateway_settings("tcp://127.0.0.1:17998", tokenizer, router_timeout_s=0.1))
     await app.gateway.start()
     transport = httpx.ASGITransport(app, client=(host, 1))
     headers = {"authorization": given} if given else {}
@@ -472,11 +473,9 @@ def call(kind: str, **body: object):
     return parse(kind, json.dumps(default | body).encode(), Names(MODEL))
 
 
-def test_a_configuration_reaches_worker_processes_whole() -> None:
-    config = Config(
-        ("tcp://x:1",), MODEL, "/t", 3.5, Limits(tries=1, idle_timeout_s=2.0), ("api-key", "user")
-    )
-    assert Config.from_json(config.to_json()) == config
+def test_settings_reach_worker_processes_whole() -> None:
+    given = gateway_settings("tcp://x:1", Path("/t"), tries=1, idle_timeout_s=2.0, slo_classes={"soon": 1.0})
+    assert msgspec.json.decode(msgspec.json.encode(given), type=type(given)) == given
 
 
 def test_header_safe_names() -> None:

@@ -8,21 +8,20 @@ from typing import Any
 import pytest
 
 from router.events import Arrive, Load
-from router.gateway.app import Config, create_app
+from router.gateway.app import create_app
 from router.throttling import Throttling
 from sglang_fair.core.throttle import Limits as Limited
 from sglang_fair.core.throttle import Rules
-from sglang_fair.settings.table import Limits
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Overload, Tenant
 from tests.gateway.clusters import (
     CHAT,
     COMPLETION,
     GENERATE,
-    MODEL,
     Cluster,
     RouterThread,
     cluster,
+    gateway_settings,
     listening,
     served,
 )
@@ -103,7 +102,7 @@ async def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under
 ) -> None:
     """The third call of an interaction comes through another gateway than the others, and the router between them is
     another one."""
-    other = create_app(Config((c.router.endpoint,), MODEL, str(tokenizer), 2.0, Limits()))
+    other = create_app(gateway_settings(c.router.endpoint, tokenizer, router_timeout_s=2.0))
     async with served(other) as url:
         await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
 
@@ -134,7 +133,7 @@ async def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under
 
 async def test_a_gateway_remembers_the_number_that_the_router_gave(tokenizer: Path, c: Cluster) -> None:
     arrived = listening(c)
-    other = create_app(Config((c.router.endpoint,), MODEL, str(tokenizer), 2.0, Limits()))
+    other = create_app(gateway_settings(c.router.endpoint, tokenizer, router_timeout_s=2.0))
     async with served(other) as url:
         await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
         for _ in range(2):

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.gateway.errors import ApiError
-from router.gateway.limits import OTHER_DESCRIPTORS, Limits, fit
+from router.gateway.limits import OTHER_DESCRIPTORS, fit
 from router.gateway.limits import parse as parse_limits
 from router.gateway.replicas.context import context_of
 from router.gateway.request.names import Names
 from router.gateway.request.parse import MAX_VALUES, check_size, parse
 from router.gateway.request.schema import MAX_MESSAGES
+from sglang_fair.settings.table import Limits
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(0, 9), st.text(alphabet='ab"\\,[{\n')),

@@ -18,7 +18,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi import checks
 
-from router.gateway.app import Config, create_app
+from router.gateway.app import create_app
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.openapi import describe
 from router.gateway.request.kinds import PATHS
@@ -26,7 +26,7 @@ from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
-from tests.gateway.clusters import Cluster, StandIn, cluster, stand_ins
+from tests.gateway.clusters import Cluster, StandIn, cluster, gateway_settings, stand_ins
 from tests.support.apis import BODIES
 from tests.support.budget import examples
 from tests.support.ports import free_port
@@ -57,7 +57,7 @@ URL = re.compile("https?://[!-.0-~]+/?")
 
 
 def test_the_document_has_every_route(tokenizer: Path, tmp_path: Path) -> None:
-    app = create_app(Config(("tcp://127.0.0.1:1",), MODEL, str(tokenizer), batches=str(tmp_path / "b")))
+    app = create_app(gateway_settings("tcp://127.0.0.1:1", tokenizer, batches=str(tmp_path / "b")))
     about = {"/openapi.json", "/docs"}
     routes = {
         (route.path.replace(":path", ""), method.lower())

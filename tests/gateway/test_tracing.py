@@ -433,8 +433,9 @@ def test_off_nothing_of_the_sdk_is_imported(tokenizer: Path) -> None:
     program = f"""
 import sys
 import router.__main__, router.gateway.__main__, sglang_fair.cluster.__main__, sglang_fair.cli
-from router.gateway.app import Config, create_app
-made = create_app(Config(("tcp://127.0.0.1:1",), "tiny", {str(tokenizer)!r}))
+from router.gateway.app import create_app
+from sglang_fair.settings import table
+made = create_app(table.Gateway(port=1, router=("tcp://127.0.0.1:1",), model_name="tiny", tokenizer={str(tokenizer)!r}))
 assert made.gateway.tracing is None
 found = [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]
 found += [name for name in sys.modules if name == "router.gateway.tracing"]

@@ -11,12 +11,12 @@ import aiohttp
 
 from router.events import WorkerUp
 from router.gateway.errors import describe
-from router.gateway.limits import Limits
 from router.gateway.replicas.connections import Asking, Connections
 from router.gateway.replicas.context import Contexts
 from router.gateway.replicas.flow_control import SendWindow
 from router.gateway.replicas.health import Health
 from sglang_fair.common.service_keys import replica_key
+from sglang_fair.settings.table import Limits
 
 log = logging.getLogger("gateway")
 

@@ -1,0 +1,87 @@
+"""What the texts and files in a gateway's settings say. All of these raise SettingError, in one line that names the
+setting."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from router.gateway import otlp
+from router.gateway.access import proxies
+from router.gateway.access.quota import check_store
+from router.gateway.routing.routers import Routers
+from sglang_fair.common.deadlines import Classes, make_classes
+from sglang_fair.common.fields import Facts
+from sglang_fair.common.files import read_json
+from sglang_fair.common.interaction import Apps, make_apps
+from sglang_fair.common.pairs import split_pairs
+from sglang_fair.settings import protection, table
+from sglang_fair.settings.setting import SettingError
+from sglang_fair.tenants import file
+
+Made = TypeVar("Made")
+
+
+def check(settings: table.Gateway) -> None:
+    """Reads everything once, keys and certificates too, and looks whether it can be reached unprotected."""
+    _read("router", "--router: ", lambda: Routers(settings.router))
+    protection.read_keys(settings.keys, "gateway")
+    protection.check_certificate(settings)
+    protection.check_authorities(settings)
+    for field in ("host", *(("admin_host",) if settings.admin_port is not None else ())):
+        protection.check_address(
+            settings, field, is_protected=settings.tls_cert is not None, insecure=settings.insecure
+        )
+    networks(settings)
+    check_store(settings.limit_store)
+    otlp.check(settings.otlp_traces_endpoint)
+    if settings.tenants is not None:
+        file.read(Path(settings.tenants))
+    folders(settings)
+    facts(settings)
+    classes(settings)
+    apps(settings)
+
+
+def folders(settings: table.Gateway) -> dict[str, str]:
+    """All models, the first one first, each with the folder of its tokenizer."""
+    more = _read("more_models", "--more-models: ", lambda: dict(split_pairs(settings.more_models, "model")))
+    if settings.model_name in more:
+        raise SettingError(f"--more-models: {settings.model_name} is the first model already", "more_models")
+    return {settings.model_name: settings.tokenizer, **more}
+
+
+def places(settings: table.Gateway) -> tuple[str, ...]:
+    """Where a client's name is looked for (`common.identity`)."""
+    return tuple(place.strip().lower() for place in settings.identity.split(",") if place.strip())
+
+
+def networks(settings: table.Gateway) -> tuple[proxies.Network, ...] | None:
+    """Those of trusted proxies; None where nothing was said."""
+    return None if settings.trusted_proxies is None else proxies.parse(settings.trusted_proxies)
+
+
+def facts(settings: table.Gateway) -> Facts:
+    """What clients may ask of a model."""
+    return _read(
+        "allow_fields",
+        "--allow-fields: ",
+        lambda: Facts.allowing(settings.max_logprobs, settings.allow_fields),
+    )
+
+
+def classes(settings: table.Gateway) -> Classes:
+    """What clients may be promised."""
+    return _read("slo_classes", "", lambda: make_classes(settings.slo_classes, "--slo-classes"))
+
+
+def apps(settings: table.Gateway) -> Apps:
+    """Which applications clients may name."""
+    path = settings.apps
+    return Apps() if path is None else _read("apps", "", lambda: make_apps(read_json(path), f"--apps {path}"))
+
+
+def _read(field: str, before: str, read: Callable[[], Made]) -> Made:
+    try:
+        return read()
+    except ValueError as error:
+        raise SettingError(f"{before}{error}", field) from None
