@@ -4,24 +4,24 @@ import logging
 import signal
 import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import zmq
 
+from router import http
 from router.bounded import listen
 from router.collector import collect_young_only
 from router.core import Router
 from router.descriptors import raise_limit
 from router.events import WorkerUp
-from router.http import serving
 from router.placement import build, parameters, parse_value
 from router.replica_lists import specs
-from router.replica_lists.follow import following
+from router.replica_lists.follow import follow
 from router.replica_lists.sources import DnsName, ReplicaFile, Source
-from router.shell import Shell
+from router.shell import Shell, beside
 from router.suspects import Suspects
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common import tls
@@ -179,12 +179,13 @@ def serve(settings: table.Router) -> int:
     try:
         for up in workers(settings):
             shell.tell(up)
-        with ExitStack() as stack:
-            if listener is not None:
-                tls_of = tls.server(settings.tls_cert, settings.tls_key)
-                stack.enter_context(serving(listener, shell.context, tls_of, leaving, named(settings.names)))
-            if listed := sources(settings):
-                stack.enter_context(following(listed, shell.context, tls.authorities(settings.replica_ca)))
+        jobs: list[Coroutine[Any, Any, None]] = []
+        if listener is not None:
+            tls_of = tls.server(settings.tls_cert, settings.tls_key)
+            jobs.append(http.serve(listener, shell, tls_of, leaving, named(settings.names)))
+        if listed := sources(settings):
+            jobs.append(follow(listed, shell, tls.authorities(settings.replica_ca)))
+        with beside(*jobs):
             print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)
             shell.run()
     finally:

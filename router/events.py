@@ -534,6 +534,9 @@ PeerEvent = (
 )
 """What gateways, the supervisor and agents may send."""
 
+Question = Arrive | Table | Agent | Swap | Follow | Query | Explain | Lift | SetLimits
+"""Those that are answered; an answer has the `id` of its question."""
+
 CacheEvent = Stored | Removed | Cleared
 """What the router reads from the KV events of a replica."""
 

@@ -4,9 +4,8 @@
     GET /readyz     200: and there is a replica that takes requests; 503 from SIGTERM on
     GET /metrics
 
-It names no client, so it needs no key; pages of other sites get no numbers (`common.guard`). It runs in a thread of its
-own and asks the loop as any peer does, so the loop
-has nothing to wait for, and a loop that hangs is seen to.
+It names no client, so it needs no key; pages of other sites get no numbers (`common.guard`). It runs in another thread
+than the loop and asks it by `Shell.call`, so the loop has nothing to wait for, and one that hangs is noticed.
 """
 
 import asyncio
@@ -14,31 +13,18 @@ import socket
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
-import zmq
-import zmq.asyncio
 from aiohttp import web
 
 from router import bounded
-from router.events import (
-    Answer,
-    Event,
-    Follow,
-    Outcome,
-    ProtocolError,
-    Query,
-    Snapshot,
-    Workers,
-    decode_answer,
-    encode,
-)
-from router.shell import INSIDE
+from router.events import Outcome
+from router.shell import Shell
 from sglang_fair.common.guard import objection
 from sglang_fair.metrics import exposition
 from sglang_fair.metrics.table import PLAN_OUTCOMES, REASONS, STATES
 
+Found = TypeVar("Found")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ANSWER_S = 2.0
@@ -46,41 +32,16 @@ ANSWER_S = 2.0
 ENDINGS = get_args(Outcome)
 
 
-@contextmanager
-def serving(
+async def serve(
     listener: socket.socket,
-    context: "zmq.Context[zmq.Socket[bytes]]",
+    shell: Shell,
     tls: ssl.SSLContext | None = None,
     leaving: threading.Event | None = None,
     names: Collection[str] = (),
-) -> Iterator[None]:
-    """Serves at `listener`, which is closed at the end, what the router whose sockets are `context`'s answers; with
-    `tls` over https. Once `leaving` is set it is not ready. It may be asked by `names`."""
-    leaving = leaving or threading.Event()
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    thread = threading.Thread(
-        target=lambda: loop.run_until_complete(_serve(listener, context, stop, tls, leaving, names)),
-        name="http",
-        daemon=True,
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
-
-
-async def _serve(
-    listener: socket.socket,
-    context: "zmq.Context[zmq.Socket[bytes]]",
-    stop: asyncio.Event,
-    tls: ssl.SSLContext | None,
-    leaving: threading.Event,
-    names: Collection[str],
 ) -> None:
-    pages = Pages(zmq.asyncio.Context.shadow(context.underlying), leaving)
+    """Serves at `listener`, which is closed at the end, until it is cancelled; with `tls` over https. Once `leaving` is
+    set it is not ready. `names`: those of this machine by which a page may call it."""
+    pages = Pages(shell, leaving or threading.Event())
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -97,26 +58,26 @@ async def _serve(
         ]
     )
     async with bounded.serving(app, listener, tls):
-        await stop.wait()
+        await asyncio.Event().wait()
 
 
 class Pages:
     """The answers."""
 
-    def __init__(self, context: zmq.asyncio.Context, leaving: threading.Event) -> None:
-        self._context = context
+    def __init__(self, shell: Shell, leaving: threading.Event) -> None:
+        self._shell = shell
         self._leaving = leaving
 
     async def healthz(self, _: web.Request) -> web.Response:
         """Whether the loop answers."""
-        return _short(await self._ask(Follow("healthz")) is not None, "the router does not answer")
+        return _short(await self._ask(lambda: True) is not None, "the router does not answer")
 
     async def readyz(self, _: web.Request) -> web.Response:
         """Whether it can place, and will for a while."""
         if self._leaving.is_set():
             return _short(False, "the router is about to end")
-        known = await self._ask(Follow("readyz"))
-        if not isinstance(known, Workers):
+        known = await self._ask(self._shell.listing)
+        if known is None:
             return _short(False, "the router does not answer")
         out = {*known.draining, *known.sick}
         return _short(
@@ -125,22 +86,18 @@ class Pages:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """The page; 503 if the loop does not answer."""
-        found = await self._ask(Query("metrics"))
-        if not isinstance(found, Snapshot):
+        found = await self._ask(self._shell.snapshot)
+        if found is None:
             return _short(False, "the router does not answer")
-        page = exposition.text(rows(found.state))
+        page = exposition.text(rows(found))
         return web.Response(body=page, headers={"content-type": exposition.CONTENT_TYPE})
 
-    async def _ask(self, question: Event) -> Answer | None:
-        """The loop's answer; None if there is none in time. A socket for each question: no answer can be another's."""
-        with self._context.socket(zmq.DEALER, zmq.asyncio.Socket) as peer:
-            peer.setsockopt(zmq.LINGER, 0)
-            peer.connect(INSIDE)
-            await peer.send(encode(question))
-            try:
-                return decode_answer(await asyncio.wait_for(peer.recv(), ANSWER_S))
-            except (TimeoutError, ProtocolError):
-                return None
+    async def _ask(self, what: Callable[[], Found]) -> Found | None:
+        """What the loop finds; None if it does not in time."""
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._shell.call(what)), ANSWER_S)
+        except TimeoutError:
+            return None
 
 
 def _short(is_ok: bool, otherwise: str) -> web.Response:

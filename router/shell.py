@@ -8,20 +8,23 @@ The shell keeps the sockets, the clock, and when each peer was last heard. What 
 in the core.
 """
 
+import asyncio
 import contextlib
 import logging
 import socket
+import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Protocol, get_args
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import zmq
 
+from router.core import Router
 from router.events import (
-    Action,
     Agent,
     Answer,
     CacheEvent,
@@ -44,7 +47,6 @@ from router.events import (
     decode_event,
     encode,
 )
-from router.placement.contract import Work
 from router.plans import Plans
 from router.replicas import LoadFeed, Replica
 from router.silence import OwnTime
@@ -57,9 +59,6 @@ log = logging.getLogger("router")
 MAX_MESSAGE_BYTES = 64 << 20
 MESSAGES_PER_TURN = 256
 """Messages read from one socket before the others get their turn."""
-
-INSIDE = "inproc://router"
-"""The address for peers in this process."""
 
 TURN_MS = 250
 """Deadlines are checked at least this often, and the core hears so often that time has passed."""
@@ -74,37 +73,19 @@ _PEER_EVENTS = get_args(PeerEvent)
 """As a tuple, which is made once: a union is taken apart each time."""
 _FIRST_FRAME = int(zmq.NOBLOCK | zmq.SNDMORE)
 
-
-class Core(Protocol):
-    """What the shell needs of `router.core.Router`."""
-
-    def handle(self, event: Event, now_s: float, peer: bytes = b"") -> Sequence[Action]:
-        """The answers to one event, with the peers that they go to."""
-        ...
-
-    def listing(self) -> Workers:
-        """The workers and limits that peers are told of."""
-        ...
-
-    def requests_of(self, peer: bytes) -> int:
-        """How many requests `peer` has in flight."""
-        ...
-
-    def question(self, now_s: float) -> tuple[int, Work] | None:
-        """What another process is to do, and the number under which the core is told what came of it."""
-        ...
+Found = TypeVar("Found")
 
 
 class Shell:
     """Runs one router core behind a bound socket.
 
-    `endpoint` is the address of that socket. `stop` may be called from a signal handler or another thread; all
-    other methods belong to the thread of `run`.
+    `endpoint` is the address of that socket. `stop` may be called from a signal handler or another thread, and `call`
+    from another thread; all other methods belong to the thread of `run`.
     """
 
     def __init__(
         self,
-        router: Core,
+        router: Router,
         bind: str,
         *,
         peer_timeout_s: float = 10.0,
@@ -133,15 +114,15 @@ class Shell:
         """When each peer that sends heartbeats was last heard, by `_time`."""
         self._counts: Counter[str] = Counter()
         self._plans = Plans(self._rouse)
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ticked_s = clock()
         self._stopping = False
         self._waker, self._wake = socket.socketpair()
         self._waker.setblocking(False)
         self._wake.setblocking(False)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        """Of all sockets; peers in this process find us there under `INSIDE`."""
-        self._peers = self.context.socket(zmq.ROUTER)
-        self._gate = None if keys is None else Gate(self.context, keys)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._peers = self._context.socket(zmq.ROUTER)
+        self._gate = None if keys is None else Gate(self._context, keys)
         try:
             if keys is not None and self._gate is not None:
                 keys.serve(self._peers)
@@ -157,7 +138,6 @@ class Shell:
                 self._peers.setsockopt(option, value)
             self._peers.bind(bind)
             self.endpoint = self._peers.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._peers.bind(INSIDE)
         except zmq.ZMQError:
             self.close()
             raise
@@ -188,10 +168,25 @@ class Shell:
         self._peers.close()
         if self._gate is not None:
             self._gate.close()
-        self.context.term()
+        self._context.term()
         self._plans.close()
         self._waker.close()
         self._wake.close()
+
+    def call(self, what: Callable[[], Found]) -> Future[Found]:
+        """Has the loop run `what` between two messages; from any thread. What that raises ends the loop."""
+        future: Future[Found] = Future()
+        self._calls.append((what, future))
+        self._rouse()
+        return future
+
+    def listing(self) -> Workers:
+        """The workers and limits that peers are told of."""
+        return msgspec.structs.replace(self._router.listing(), router=self._name)
+
+    def snapshot(self) -> dict[str, object]:
+        """The core's state, and that of the wire."""
+        return {**self._router.state(), "wire": self.state()}
 
     def tell(self, event: Event, peer: bytes = b"") -> None:
         """Hands `event` to the core and sends its answers; what cannot be sent is the next event."""
@@ -236,6 +231,10 @@ class Shell:
         if self._wake.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 self._wake.recv(4096)
+        while self._calls:
+            what, future = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_result(what())
         if (planned := self._plans.done()) is not None:
             self.tell(planned)
         if self._gate is not None:
@@ -340,7 +339,7 @@ class Shell:
         if up.load is None:
             return
         try:
-            feed = LoadFeed(self.context, up.worker, up.load, self._keys)
+            feed = LoadFeed(self._context, up.worker, up.load, self._keys)
         except zmq.ZMQError as error:
             self._note("worker address", f"worker {up.worker}: {up.load}: {error}")
             return
@@ -362,7 +361,7 @@ class Shell:
         if up.kv is None:
             return
         try:
-            replica = Replica(self.context, up.worker, up.kv, up.replay, self._keys)
+            replica = Replica(self._context, up.worker, up.kv, up.replay, self._keys)
         except zmq.ZMQError as error:
             self._note("worker address", f"worker {up.worker}: {up.kv}, {up.replay}: {error}")
             return
@@ -383,8 +382,7 @@ class Shell:
         The events of a worker that is well again are followed from the beginning, because the core has forgotten
         what it cached.
         """
-        workers = self._completed(self._router.listing())
-        assert isinstance(workers, Workers)
+        workers = self.listing()
         if workers == self._workers:
             return
         before, self._workers = self._workers, workers
@@ -442,3 +440,32 @@ class Shell:
         self._counts[kind] += 1
         if self._counts[kind] == 1:
             log.warning("ignored (said once per kind): %s: %s", kind, what[:300])
+
+
+@contextlib.contextmanager
+def beside(*jobs: Coroutine[Any, Any, None]) -> Iterator[None]:
+    """Runs `jobs` in the event loop of another thread, and cancels them in the end. What one raises is logged."""
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(_logged(job)) for job in jobs]
+        await stop.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), name="beside", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+async def _logged(job: Coroutine[Any, Any, None]) -> None:
+    try:
+        await job
+    except Exception:
+        log.exception("%r has failed", job)

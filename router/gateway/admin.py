@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.client import RouterGone
 from router.events import URL_PATTERN, ZMQ_PATTERN, Capacity, Refuse, WorkerDrain, Workers, WorkerUp
 from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
 from router.gateway.guard import Guard, behind_proxy
@@ -25,7 +26,6 @@ from router.gateway.pages import json_response
 from router.gateway.replicas.context import names_of
 from router.gateway.replicas.pool import Replicas
 from router.gateway.request.names import Names, model_not_found
-from router.gateway.routing.link import RouterGone
 from router.gateway.routing.links import Links
 from router.throttling import NO_THROTTLE
 from sglang_fair.core.throttle import HIGH, LOW, MOST_CALLS

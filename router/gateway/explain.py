@@ -13,11 +13,11 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from router.client import RouterGone
 from router.gateway.errors import ApiError
 from router.gateway.record import MOST_FOUND, MOST_NAME, Exchange, RequestRecord, Try, shown_try
 from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.fleet import Fleet
-from router.gateway.routing.link import RouterGone
 from router.gateway.routing.links import Links
 from router.gateway.spans import Told
 

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from router.client import RouterGone
 from router.gateway.errors import ApiError
 from router.gateway.explain import Explained, Latest
 from router.gateway.gateway import Gateway
@@ -16,7 +17,6 @@ from router.gateway.metrics import CONTENT_TYPE
 from router.gateway.operations import AnyId, Operation, numbered
 from router.gateway.request.names import model_not_found
 from router.gateway.request.schema import NOT_STORED
-from router.gateway.routing.link import RouterGone
 from router.gateway.usage import UsageReport
 
 MOST_LATEST = 1000

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, assert_never
 
 from starlette.types import Receive, Scope, Send
 
+from router.client import RouterGone
 from router.events import TOKEN_BYTES, Arrive, Due, Place, Refuse, Suspicion
 from router.gateway.access.identity import Headers, Peer
 from router.gateway.access.quota import Ticket
@@ -50,7 +51,6 @@ from router.gateway.replicas.retries import (
 from router.gateway.request.call import Call, check_models
 from router.gateway.request.intake import MAX_ROUTED_TOKENS
 from router.gateway.request.kinds import PATHS, Kind, style_of
-from router.gateway.routing.link import RouterGone
 from router.gateway.sharing.allowance import Allowance
 from router.suspects import fingerprint
 from router.wire import pack_tokens, unpack_tokens

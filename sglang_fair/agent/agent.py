@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
-import zmq
-from zmq.asyncio import Context
 
+from router.client import RouterClient
 from router.events import Agent as Report
-from router.events import Exchange, ProtocolError, decode_answer, encode
-from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
+from router.events import Answer, Exchange
 from sglang_fair.agent.ahead import read_ahead
 from sglang_fair.agent.replica import ReplicaClient
 from sglang_fair.agent.steps import Steps
@@ -47,9 +45,10 @@ class Agent:
     ) -> None:
         """Reads what is in the folders. With `keys`, the router must have its own; `replica_tls` is for an https://
         address of the replica. ValueError and OSError for models that cannot share a server."""
-        self._keys = keys
+        self._client = RouterClient(router, keys, on_event=self._take)
+        self._exchanges: asyncio.Queue[Exchange] = asyncio.Queue()
         self._replica_tls = replica_tls
-        self._worker, self._url, self._router = worker, url, router
+        self._worker, self._url = worker, url
         self._folders = dict(folders)
         self._checkpoints = checkpoint.alike(self._folders)
         self._sizes = {name: one.bytes for name, one in self._checkpoints.items()}
@@ -66,26 +65,14 @@ class Agent:
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        with Context() as context, context.socket(zmq.DEALER) as socket:
-            for option, value in (
-                (zmq.LINGER, 0),
-                (zmq.IMMEDIATE, 1),  # a report that waits for a router would be old when it comes
-                (zmq.RECONNECT_IVL, 50),
-                (zmq.RECONNECT_IVL_MAX, 1000),
-            ):
-                socket.setsockopt(option, value)
-            if self._keys is not None:
-                self._keys.connect(socket, "router")
-            socket.connect(self._router)
-            async with (
-                ReplicaClient(
-                    self._url, self._folders, next(iter(self._folders)), self._replica_tls
-                ) as replica,
-                asyncio.TaskGroup() as tasks,
-            ):
-                tasks.create_task(self._step(replica))
-                tasks.create_task(self._report(socket))
-                tasks.create_task(self._listen(socket))
+        async with (
+            self._client,
+            ReplicaClient(self._url, self._folders, next(iter(self._folders)), self._replica_tls) as replica,
+            asyncio.TaskGroup() as tasks,
+        ):
+            tasks.create_task(self._step(replica))
+            tasks.create_task(self._report())
+            tasks.create_task(self._listen())
 
     async def _step(self, replica: ReplicaClient) -> None:
         while True:
@@ -123,7 +110,7 @@ class Agent:
         steps = self._steps
         return steps.loaded, steps.done, steps.busy, steps.error
 
-    async def _report(self, socket: "zmq.asyncio.Socket") -> None:
+    async def _report(self) -> None:
         while True:
             self._changed.clear()
             steps = self._steps
@@ -131,23 +118,17 @@ class Agent:
                 "report", self._worker, steps.loaded, steps.done, steps.error, steps.busy, steps.ordered,
                 {name: round(seconds, 4) for name, seconds in self._swap_s.items()},
             )  # fmt: skip
-            with contextlib.suppress(zmq.Again):
-                await socket.send(HEARTBEAT, zmq.NOBLOCK)
-                await socket.send(encode(report), zmq.NOBLOCK)
+            self._client.tell(report)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), REPORT_S)
 
-    async def _listen(self, socket: "zmq.asyncio.Socket") -> None:
+    def _take(self, answer: Answer) -> None:
+        if isinstance(answer, Exchange) and answer.worker == self._worker:
+            self._exchanges.put_nowait(answer)
+
+    async def _listen(self) -> None:
         while True:
-            message = await socket.recv()
-            if message in (HEARTBEAT, HEARTBEAT_ANSWER):
-                continue
-            try:
-                answer = decode_answer(message)
-            except ProtocolError:
-                continue
-            if isinstance(answer, Exchange) and answer.worker == self._worker:
-                await self._told(answer)
+            await self._told(await self._exchanges.get())
 
     async def _told(self, answer: Exchange) -> None:
         if answer.complaint != self._complaint:

@@ -1,24 +1,9 @@
 """The supervisor's connection to the router: asks whether it answers, and reports replicas that die and return."""
 
-import asyncio
-import contextlib
 from typing import Any, Protocol
 
-import zmq
-from zmq.asyncio import Context
-
-from router.events import (
-    Answer,
-    ProtocolError,
-    Query,
-    Snapshot,
-    Swap,
-    WorkerDown,
-    WorkerDrain,
-    WorkerUp,
-    decode_answer,
-    encode,
-)
+from router.client import RouterClient, RouterGone
+from router.events import Query, Refuse, Snapshot, Swap, WorkerDown, WorkerDrain, WorkerUp
 from sglang_fair.cluster.plan import Worker
 from sglang_fair.common.curve import Keys
 
@@ -43,53 +28,35 @@ class Link(Protocol):
         ...
 
 
-class RouterLink:
-    """A DEALER socket to the router. Messages sent while the router is down reach its successor, in order."""
+class RouterLink(RouterClient):
+    """Messages sent while the router is down reach its successor, in order. Connects when it is made."""
 
     def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
-        """Connects in the background; with `keys`, to a router that has its own."""
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-        if keys is not None:
-            keys.connect(self._socket, "router")
-        self._socket.connect(endpoint)
+        super().__init__(endpoint, keys, beats=False)
+        self.start()
 
     def up(self, worker: Worker) -> None:
         """`worker` serves again, with an empty cache."""
         models = worker.models or ((worker.model,) if worker.model else ())
-        self._send(
-            encode(
-                WorkerUp(
-                    worker.name,
-                    worker.url,
-                    worker.kv,
-                    worker.replay,
-                    load=worker.load,
-                    models=models,
-                    loaded="" if worker.models else worker.model,
-                )
+        self.tell(
+            WorkerUp(
+                worker.name,
+                worker.url,
+                worker.kv,
+                worker.replay,
+                load=worker.load,
+                models=models,
+                loaded="" if worker.models else worker.model,
             )
         )
 
     def down(self, worker: Worker) -> None:
         """`worker` is gone."""
-        self._send(encode(WorkerDown(worker.name)))
+        self.tell(WorkerDown(worker.name))
 
     def drain(self, worker: Worker) -> None:
         """`worker` must get no new requests; it is gone when it has none left."""
-        self._send(encode(WorkerDrain(worker.name)))
-
-    def close(self) -> None:
-        """Drops what has not been sent."""
-        self._socket.close()
-        self._context.term()
-
-    def _send(self, message: bytes) -> None:
-        # The queue is full only if the router is gone for good; it also finds dead replicas by itself.
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(message, zmq.NOBLOCK)
+        self.tell(WorkerDrain(worker.name))
 
 
 async def router_answers(endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None) -> bool:
@@ -102,42 +69,38 @@ async def router_workers(
     endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
 ) -> dict[str, Any] | None:
     """The workers in the answer of the router at `endpoint`, by name. None if it does not answer in time."""
-    return _part(await router_asked(endpoint, Query("ready?"), timeout_s, keys), "workers")
+    return await _part("workers", endpoint, timeout_s, keys)
 
 
 async def router_swaps(
     endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
 ) -> dict[str, Any] | None:
     """How far each worker is with loading another model, by name. None if the router does not answer in time."""
-    return _part(await router_asked(endpoint, Query("swaps?"), timeout_s, keys), "swaps")
+    return await _part("swaps", endpoint, timeout_s, keys)
 
 
 async def router_shortage(
     endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
 ) -> dict[str, Any] | None:
     """What the queues of the router at `endpoint` say is missing; None if nothing is, or it does not answer."""
-    queues = _part(await router_asked(endpoint, Query("short?"), timeout_s, keys), "queues") or {}
-    shortage = queues.get("shortage")
+    shortage = (await _part("queues", endpoint, timeout_s, keys) or {}).get("shortage")
     return shortage if isinstance(shortage, dict) else None
 
 
 async def router_asked(
     endpoint: str, question: Query | Swap, timeout_s: float = 1.0, keys: Keys | None = None
-) -> Answer | None:
+) -> Snapshot | Refuse | None:
     """What the router at `endpoint` answers. None if it does not in time."""
-    with Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        if keys is not None:
-            keys.connect(socket, "router")
-        socket.connect(endpoint)
-        await socket.send(encode(question))
+    async with RouterClient(endpoint, keys, beats=False) as client:
         try:
-            return decode_answer(await asyncio.wait_for(socket.recv(), timeout_s))
-        except (TimeoutError, ProtocolError):
+            answer: Snapshot | Refuse = await client.ask(question, (Snapshot, Refuse), timeout_s)
+        except RouterGone:
             return None
+        return answer
 
 
-def _part(answer: Answer | None, name: str) -> dict[str, Any] | None:
+async def _part(name: str, endpoint: str, timeout_s: float, keys: Keys | None) -> dict[str, Any] | None:
+    answer = await router_asked(endpoint, Query(""), timeout_s, keys)
     if not isinstance(answer, Snapshot):
         return None
     found = answer.state.get(name)

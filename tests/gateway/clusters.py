@@ -8,23 +8,23 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvicorn
-import zmq
 from aiohttp import web
 
 from router.core import Router
-from router.events import Arrive, Event, WorkerUp, encode
+from router.events import Arrive, Event, WorkerUp
 from router.gateway.app import App, create_app
 from router.gateway.gateway import Gateway
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.listener import Listener
 from router.placement import build
-from router.shell import INSIDE, Shell
+from router.shell import Shell
 from sglang_fair.common.identity import HEADER_ATTEMPT
 from sglang_fair.core import make_policy
 from sglang_fair.core.job import Job
@@ -274,10 +274,7 @@ class RouterThread:
         self.closed = False
 
     def tell(self, event: Event) -> None:
-        """As a peer: the shell's sockets belong to its thread."""
-        with self.shell.context.socket(zmq.DEALER) as peer:
-            peer.connect(INSIDE)
-            peer.send(encode(event))
+        self.shell.call(partial(self.shell.tell, event))
 
     def close(self) -> None:
         if not self.closed:

@@ -17,6 +17,8 @@ import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router import client as client_module
+from router.client import RouterGone
 from router.core import Router
 from router.events import (
     Answer,
@@ -36,7 +38,7 @@ from router.events import (
 from router.gateway.counters import Counters
 from router.gateway.routing import link as link_module
 from router.gateway.routing.fleet import Fleet
-from router.gateway.routing.link import Link, RouterGone
+from router.gateway.routing.link import Link
 from router.gateway.routing.links import Links
 from router.gateway.routing.placer import Placer
 from router.placement import build
@@ -101,7 +103,7 @@ class DirectLink(Link):
         self._wire = wire
         wire.link = self
 
-    async def start(self) -> None:
+    def start(self) -> None:
         self._beating = asyncio.create_task(self._beat())
 
     def _send(self, message: bytes) -> bool:
@@ -120,7 +122,8 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 @pytest.fixture(autouse=True)
 def virtual(monkeypatch: pytest.MonkeyPatch) -> None:
     patched = types.SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr(link_module, "time", patched)
+    for module in (client_module, link_module):
+        monkeypatch.setattr(module, "time", patched)
 
 
 def full(slots: int = 1, **options: Any) -> Router:
@@ -134,12 +137,12 @@ def full(slots: int = 1, **options: Any) -> Router:
 async def gateway(core: Router) -> AsyncIterator[tuple[Wire, Placer, Link]]:
     wire, fleet = Wire(core), Fleet(lambda name: True)
     made = DirectLink(wire, fleet)
-    await made.start()
+    made.start()
     await asyncio.sleep(0.1)
     assert made.alive
     assert fleet.workers
     yield wire, Placer(Links([made], fleet), fleet, Counters()), made
-    await made.close()
+    made.close()
 
 
 def stand_still(seconds: float) -> None:
@@ -174,7 +177,7 @@ async def test_a_gateway_that_stood_still_takes_no_router_for_dead() -> None:
         second = ask(placer, "2")
         await asyncio.sleep(1.0)
         for _ in range(3):
-            stand_still(3 * link_module.SILENT_S)
+            stand_still(3 * client_module.SILENT_S)
             assert link.alive
             await asyncio.sleep(1.0)
         assert not second.done()
@@ -288,17 +291,18 @@ def test_what_was_told_last_leaves_through_a_real_socket() -> None:
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
             port = router.bind_to_random_port("tcp://127.0.0.1")
             link = Link(f"tcp://127.0.0.1:{port}", TIMEOUT_S, Fleet(lambda name: True).side())
-            await link.start()
+            link.start()
             await router.recv_multipart()
             link.tell(Done("last"))
-            await link.close()
+            link.close()
             heard = b""
             while heard in (b"", HEARTBEAT):
                 _, heard = await router.recv_multipart()
             assert decode_event(heard) == Done("last")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link_module, "time", time)
+        for module in (client_module, link_module):
+            patch.setattr(module, "time", time)
         asyncio.run(main())
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,14 +11,14 @@ import pytest
 import zmq
 
 from router.core import Router
-from router.events import Arrive, Place, Query, Snapshot, WorkerUp, decode_answer, encode
+from router.events import Arrive, Event, Place, WorkerUp
 from router.gateway.counters import Counters
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
 from router.gateway.routing.links import Links
 from router.gateway.routing.placer import Placer
 from router.placement import build
-from router.shell import INSIDE, Shell
+from router.shell import Shell
 from router.wire import encode_sequence, pack_tokens
 from sglang_fair.common.curve import Gate, Keys, make
 from tests.support.proxy import Capture
@@ -40,24 +41,18 @@ class Running:
     def __init__(self, keys: Keys | None, bind: str = "tcp://127.0.0.1:*") -> None:
         core = Router(build("d2lpm"), name="d2lpm", page_size=PAGE, linger_s=0.0)
         self.shell = Shell(core, bind, keys=keys)
-        self._peer = self.shell.context.socket(zmq.DEALER)
-        self._peer.connect(INSIDE)
         self._thread = threading.Thread(target=self.shell.run)
         self._thread.start()
 
-    def tell(self, event: object) -> None:
-        self._peer.send(encode(event))  # type: ignore[arg-type]
+    def tell(self, event: Event) -> None:
+        self.shell.call(partial(self.shell.tell, event))
 
     def state(self) -> dict:
-        self.tell(Query("q"))
-        answer = decode_answer(self._peer.recv())
-        assert isinstance(answer, Snapshot)
-        return answer.state
+        return self.shell.call(self.shell.snapshot).result()
 
     def close(self) -> None:
         self.shell.stop()
         self._thread.join()
-        self._peer.close(0)
         self.shell.close()
 
 
@@ -77,7 +72,7 @@ async def place(address: str, keys: Keys | None) -> Place:
     """By a gateway of this address's router."""
     fleet = Fleet(lambda worker: True)
     link = Link(address, 20.0, fleet.side(), keys)
-    await link.start()
+    link.start()
     try:
         await eventually(lambda: link.alive and fleet.workers, "the router answers")
         arrive = Arrive("x", MARK, pack_tokens(TOKENS))
@@ -85,7 +80,7 @@ async def place(address: str, keys: Keys | None) -> Place:
         assert isinstance(found, Place)
         return found
     finally:
-        await link.close()
+        link.close()
 
 
 def test_a_capture_of_the_gateways_wire(running: Running, folder: Path, has_keys: bool) -> None:
@@ -110,10 +105,10 @@ def test_a_gateway_with_a_wrong_key_is_refused_and_counted(running: Running, fol
         for keys in (None, wrong, Keys("gateway", wrong.public, wrong.secret, right.others)):
             before = running.state()["wire"]["refused"]
             link = Link(running.shell.endpoint, 20.0, fleet.side(), keys)
-            await link.start()
+            link.start()
             await eventually(lambda before=before: running.state()["wire"]["refused"] > before, "refused")
             assert not link.alive
-            await link.close()
+            link.close()
 
     asyncio.run(body())
     assert running.state()["wire"]["peers"] == 0
@@ -134,14 +129,14 @@ def test_a_gateway_finds_a_router_that_gets_the_right_keys(
     async def body() -> None:
         fleet = Fleet(lambda worker: True)
         link = Link(endpoint, 20.0, fleet.side(), Keys.read(folder, "gateway"))
-        await link.start()
+        link.start()
         await eventually(lambda: "do not have each other's keys" in caplog.text, "it says so")
         await asyncio.to_thread(first.close)
         second = Running(right, endpoint)
         try:
             await eventually(lambda: link.alive, "the router answers")
         finally:
-            await link.close()
+            link.close()
             await asyncio.to_thread(second.close)
 
     asyncio.run(body())

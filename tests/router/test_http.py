@@ -13,11 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.bounded import listen
 from router.core import Router, placement_reason
 from router.events import Agent, Arrive, Done, Due, WorkerDrain, WorkerHealth, WorkerUp
-from router.http import serving
+from router.http import serve
 from router.placement import build
 from router.placement.contract import Request
 from router.placement.round_robin import RoundRobin
 from router.radix import Match
+from router.shell import beside
 from router.wire import pack_tokens
 from router.workers import Pool, Worker
 from sglang_fair.metrics.table import PLAN_OUTCOMES, REASONS, of
@@ -43,7 +44,7 @@ def site(*, runs: bool = True, placement: str = "d2lpm") -> Iterator[tuple[Wire,
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        with serving(listener, wire.shell.context):
+        with beside(serve(listener, wire.shell)):
             if runs:
                 wire.start()
             yield wire, url

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +20,10 @@ from router.core import Router
 from router.events import Agent, Arrive, Done, Follow, Place, WorkerDrain, Workers, WorkerUp
 from router.placement import build
 from router.replica_lists import follow, specs
-from router.replica_lists.follow import Follower, following
+from router.replica_lists.follow import Follower
 from router.replica_lists.listing import Listing
 from router.replica_lists.sources import ReplicaFile
+from router.shell import beside
 from router.wire import pack_tokens
 from sglang_fair.settings.commands import BAD_INPUT
 from tests.router.test_shell import Wire
@@ -229,15 +231,20 @@ def test_a_file_that_is_emptied_while_it_is_read_drains_nobody(tmp_path: Path) -
 def test_a_file_that_is_half_written_when_a_router_begins_drains_nobody(tmp_path: Path) -> None:
     path = tmp_path / "replicas"
     path.write_text("r0,http=http://r0\n")
-    sent: list[bytes] = []
+    sent: list[object] = []
 
-    class Sent:
-        async def send(self, message: bytes) -> None:
-            sent.append(message)
+    class Shell:
+        listing = None
+
+        def call(self, what: object) -> "Future[Workers]":
+            sent.append(what)
+            future: Future[Workers] = Future()
+            future.set_result(Workers("", ()))
+            return future
 
     async def looks() -> list[bool]:
         """Whether the router is asked whom it has of the list, so that the others drain."""
-        follower = Follower(ReplicaFile(path), cast(Any, Sent()), cast(Any, None))
+        follower = Follower(ReplicaFile(path), cast(Any, Shell()), cast(Any, None))
         found = []
         for text in ("", "r1,http=http://r1\n", "", ""):
             with path.open("a") as file:
@@ -279,7 +286,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def router_of(path: Path) -> Iterator[Wire]:
     wire = Wire(Router(build("round_robin"), name="round_robin", page_size=4, linger_s=0.0))
     try:
-        with following([ReplicaFile(path)], wire.shell.context):
+        with beside(follow.follow([ReplicaFile(path)], wire.shell)):
             wire.start()
             yield wire
     finally:

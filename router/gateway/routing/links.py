@@ -5,9 +5,10 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from router.events import Event, Refuse, Snapshot, WorkerDrain, Workers, WorkerUp
+from router.client import RouterGone
+from router.events import Event, Lift, Refuse, Snapshot, Swap, WorkerDrain, Workers, WorkerUp
 from router.gateway.routing.fleet import Fleet
-from router.gateway.routing.link import Link, RouterGone
+from router.gateway.routing.link import Link
 from router.gateway.routing.merged import merged, merged_workers
 
 Told = TypeVar("Told")
@@ -26,12 +27,12 @@ class Links:
     async def start(self) -> None:
         """Connects in the background, whether or not routers are there yet."""
         for link in self._links.values():
-            await link.start()
+            link.start()
 
     async def close(self) -> None:
         """Closes all; messages sent just before still leave."""
         for link in self._links.values():
-            await link.close()
+            link.close()
 
     @property
     def alive(self) -> bool:
@@ -85,13 +86,13 @@ class Links:
     async def lift(self, client: str) -> bool:
         """Ends the quarantine of a client at all routers; whether it was in one. Raises `RouterGone` if none
         answers."""
-        answers = await self._of_all([link.lift(client) for link in self._living()])
+        answers = await self._of_all([link.order(Lift("", client)) for link in self._living()])
         return any(isinstance(answer, Snapshot) for answer in answers)
 
     async def swap(self, worker: str, model: str) -> Snapshot | Refuse:
         """Has a worker load another model: its agent is one router's. The state then, or why that cannot be. Raises
         `RouterGone` if none answers."""
-        answers = await self._of_all([link.swap(worker, model) for link in self._living()])
+        answers = await self._of_all([link.order(Swap("", worker, model)) for link in self._living()])
         return next((answer for answer in answers if isinstance(answer, Snapshot)), answers[0])
 
     async def workers(self) -> Workers:

@@ -6,10 +6,10 @@ import uuid
 
 import msgspec
 
+from router.client import RouterGone
 from router.events import Arrive, Done, Due, Place, Progress, Refuse
 from router.gateway.counters import Counters
 from router.gateway.routing.fleet import Fleet
-from router.gateway.routing.link import RouterGone
 from router.gateway.routing.links import Links
 
 log = logging.getLogger("gateway")
