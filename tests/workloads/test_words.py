@@ -15,7 +15,7 @@ from workloads.experiments.words import ClaimGroup, RecordFields, Words, evaluat
 from workloads.session import Plan
 from workloads.simulation import Site
 
-ALL = {**EXPERIMENTS, Validation.id: Validation()}
+ALL = {name: one for name, one in {**EXPERIMENTS, Validation.id: Validation()}.items() if not one.title}
 
 NAMES = re.compile(
     r"""(?x)

@@ -41,14 +41,20 @@ from workloads.experiments.qlm_mixed import Hardware, Mega
 from workloads.experiments.qlm_models import Drain, Models, Queues
 from workloads.experiments.qlm_overhead import Needed, Overhead
 from workloads.experiments.qlm_single import Ablation, Sweep
-from workloads.experiments.vtc_lengths import Lengths
-from workloads.experiments.vtc_overload import Overload
-from workloads.experiments.vtc_pools import Pools
-from workloads.experiments.vtc_prediction import Prediction, Profiled
-from workloads.experiments.vtc_sharing import BelowShare, Isolation, OnOff, OnOffOverload
-from workloads.experiments.vtc_shift import Shift
+from workloads.experiments.vtc import (
+    BelowShare,
+    Isolation,
+    Lengths,
+    OnOff,
+    OnOffOverload,
+    Overload,
+    Pools,
+    Prediction,
+    Profiled,
+    Shift,
+    Weighted,
+)
 from workloads.experiments.vtc_trace import ArenaTrace
-from workloads.experiments.vtc_weights import Weighted
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     experiment.id: experiment

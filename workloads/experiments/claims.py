@@ -1,7 +1,12 @@
-"""What a report is made of: claims with their verdicts, tables, figures."""
+"""What a report is made of: claims with their verdicts, tables, figures, notes, and ratios for other programs.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+An experiment's `report` yields them in any order; the page shows claims first, then tables, figures and notes. Line
+breaks and indents of texts do not count.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -9,6 +14,9 @@ if TYPE_CHECKING:
 
 Verdict: TypeAlias = Literal["yes", "partly", "no"]
 VERDICTS: tuple[Verdict, ...] = ("yes", "partly", "no")
+
+Entry: TypeAlias = str | float | None
+"""Of a table; None is shown as a dash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +31,46 @@ class Claim:
     """What is different here. The page shows it where the claim does not hold."""
 
 
+def claim(
+    text: str, *, paper: str, ours: str, holds: bool | Verdict, partly: bool = False, why: str = ""
+) -> Claim:
+    """A claim with its verdict: one of `at_least` or `at_most`, or a truth, and whether it holds in part otherwise."""
+    verdict = holds if isinstance(holds, str) else graded(holds, partly)
+    return Claim(plain(text), plain(paper), plain(ours), verdict, plain(why))
+
+
+def graded(holds: bool, partly: bool) -> Verdict:
+    """yes, or else partly, or else no."""
+    return "yes" if holds else "partly" if partly else "no"
+
+
+def at_least(value: float, enough: float, nearly: float) -> Verdict:
+    """By two bands from below."""
+    return graded(value >= enough, value >= nearly)
+
+
+def at_most(value: float, enough: float, nearly: float) -> Verdict:
+    """By two bands from above."""
+    return graded(value <= enough, value <= nearly)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of words and numbers. The heads of the columns name the units."""
+    """Rows of words and numbers. `head` has the columns' names between bars, with units."""
 
     title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str | float | None]]
+    head: str
+    rows: Sequence[Sequence[Entry]]
     digits: int = 3
     """Significant digits of its numbers."""
 
     def __post_init__(self) -> None:
         if any(len(row) != len(self.columns) for row in self.rows):
             raise ValueError(f"table {self.title!r}: a row is not as wide as the head")
+
+    @property
+    def columns(self) -> list[str]:
+        return plain(self.head).split(" | ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +83,48 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A drawing with its caption. The file's name is the experiment's id and `name`."""
+    """A drawing, its caption, and its name within the experiment."""
 
     name: str
     caption: str
     drawing: Drawing
 
 
-@dataclass(frozen=True, slots=True)
+Part: TypeAlias = Claim | Table | Figure | str | Mapping[str, float | None]
+"""Of a report. A string is a note, a mapping has ratios."""
+
+
 class Report:
     """What the page shows of one experiment."""
 
-    claims: Sequence[Claim] = ()
-    tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
-    notes: Sequence[str] = ()
-    ratios: Mapping[str, float | None] = field(default_factory=dict)
-    """Numbers that others compare with theirs, by name."""
+    def __init__(self, parts: Iterable[Part] = ()) -> None:
+        self.claims: list[Claim] = []
+        self.tables: list[Table] = []
+        self.figures: list[Figure] = []
+        self.notes: list[str] = []
+        self.ratios: dict[str, float | None] = {}
+        """Numbers that other programs compare with theirs, by name; None where there is nothing to divide by."""
+        for part in parts:
+            match part:
+                case Claim():
+                    self.claims.append(part)
+                case Table():
+                    self.tables.append(replace(part, title=plain(part.title)))
+                case Figure():
+                    self.figures.append(replace(part, caption=plain(part.caption)))
+                case str():
+                    self.notes.append(plain(part))
+                case _:
+                    found = {k: None if v is None or not isfinite(v) else float(v) for k, v in part.items()}
+                    self.ratios |= found
 
 
-def shown(value: str | float | None, digits: int = 3) -> str:
+def plain(text: str) -> str:
+    """In one line."""
+    return " ".join(text.split())
+
+
+def shown(value: Entry, digits: int = 3) -> str:
     """A table's entry: text as it is, a dash for None, a number with `digits` significant digits and commas."""
     if value is None:
         return "–"

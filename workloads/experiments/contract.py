@@ -36,13 +36,13 @@ overrides `run`.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 from workloads.clients import Client
-from workloads.experiments.claims import Drawing, shown
+from workloads.experiments.claims import Drawing, Entry, Part, shown
 from workloads.experiments.curves import Line
 from workloads.records import Run
 from workloads.session import Plan
@@ -127,6 +127,10 @@ class Cell:
         return cast("dict[str, Json]", _plain(found))
 
 
+Row: TypeAlias = tuple[str, Site, TrafficSpec, str]
+"""A cell's name, site, traffic and label."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What one run yielded."""
@@ -172,6 +176,14 @@ class Result:
             raise ValueError(f"cell {self.cell.name}: {len(values)} of {len(self.runs)} runs have {path}")
         return median(values)
 
+    def __getitem__(self, path: str) -> float:
+        """`number`."""
+        return self.number(path)
+
+    def row(self, *paths: str, digits: int = 3) -> list[Entry]:
+        """A table's row: what it is called, and what is at these paths."""
+        return [self.cell.title, *(self.shown(path, digits) for path in paths)]
+
     def curve(self, what: str, client: str) -> Line:
         """One client's curve with the first seed, where the experiment keeps `what` of each over common times."""
         curves = self.first[CURVES]
@@ -195,13 +207,42 @@ class Experiment(ABC):
     bounds_steps: ClassVar[bool] = True
     """Whether replicas have the stall bound of their cell's site. False: they compute prompts first, whatever it is."""
 
-    @abstractmethod
+    title: ClassVar[str] = ""
+    source: ClassVar[str]
+    """Paper and figures."""
+    about: ClassVar[str]
+    """What is run, and how it differs from the paper's setting."""
+    lengths_s: ClassVar[tuple[float, float]]
+    """Of a full run and of a quick one."""
+    seeds: ClassVar[tuple[str, ...]] = SEEDS
+    """Of a full run."""
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        """What to run, a row for each cell."""
+        raise NotImplementedError
+
+    def plan(self, length_s: float) -> Plan:
+        """Of a run whose arrivals last so long."""
+        raise NotImplementedError
+
     def cells(self, size: Size) -> Sequence[Cell]:
         """What to run. Quick takes no longer than full."""
+        full = size == "full"
+        length_s = self.lengths_s[0 if full else 1]
+        seeds = self.seeds if full else SEEDS[:1]
+        plan = self.plan(length_s)
+        return [
+            Cell(name, site, sent, plan, seeds, label)
+            for name, site, sent, label in self.rows(full, length_s)
+        ]
 
     @abstractmethod
     def run(self, cell: Cell, seed: str) -> Measured:
         """Carry out one cell, in a worker process. An exception is shown as this cell's error."""
+
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        """Claims, tables, figures, notes and ratios. Derived from the records alone."""
+        raise NotImplementedError
 
     def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
         """Numbers that the words quote beside the records' own fields. Derived from the records alone."""

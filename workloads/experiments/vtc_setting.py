@@ -8,25 +8,20 @@ that its requests begin and end several at a time.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from sglang_fair.core.cost import Cost, make_cost
-from workloads.experiments import style
-from workloads.experiments.claims import Drawing
-from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size, TrafficSpec
+from workloads.experiments import senders
+from workloads.experiments.claims import Drawing, Entry
+from workloads.experiments.contract import Cell, Json, Result, Row, TrafficSpec
 from workloads.experiments.curves import Line, largest
-from workloads.experiments.senders import FromSenders
+from workloads.experiments.plots import Panel, drawing
 from workloads.measures import Percentile
 from workloads.programs import Outcome
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site
 from workloads.windows import Windows, regular_times, sample_times, throughput
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 POOL_TOKENS = 10_000
 BOUND = 2 * max(256, 2 * POOL_TOKENS)
@@ -67,16 +62,17 @@ LABELS = {
 """The policies as the paper calls them."""
 
 
-class VtcExperiment(FromSenders):
+class VtcExperiment(senders.FromSenders):
     """An experiment of the VTC paper: senders of single requests, and everything that the paper measures."""
+
+    lengths_s = (LENGTH_S, 180.0)
+
+    def plan(self, length_s: float) -> Plan:
+        """Requests arrive for that long, and the run ends there."""
+        return Plan(length_s, connections_per_client=CONNECTIONS, sample_s=max(length_s / 20, 1.0))
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return observe(run)
-
-
-def extent(size: Size) -> tuple[float, tuple[str, ...]]:
-    """Seconds of arrivals, and seeds."""
-    return (LENGTH_S, SEEDS) if size == "full" else (180.0, SEEDS[:1])
 
 
 def site(policy: str, options: str = "", **more: Json) -> Site:
@@ -85,16 +81,23 @@ def site(policy: str, options: str = "", **more: Json) -> Site:
     return Site(placement="round_robin", policy=policy, policy_options=options, **given)
 
 
-def plan(duration_s: float) -> Plan:
-    """Requests arrive for that long, and the run ends there."""
-    return Plan(duration_s, connections_per_client=CONNECTIONS, sample_s=max(duration_s / 20, 1.0))
-
-
-def cell(
-    name: str, policy: str, sent: TrafficSpec, length_s: float, seeds: tuple[str, ...], **more: Json
-) -> Cell:
+def row(name: str, policy: str, sent: TrafficSpec, label: str = "", **more: Json) -> Row:
     """A traffic under a policy. `more` are fields of the site."""
-    return Cell(name, site(policy, **more), sent, plan(length_s), seeds, LABELS[policy])
+    return name, site(policy, **more), sent, label or LABELS[policy]
+
+
+def sent(
+    name: str, *arrivals: Mapping[str, Json], tokens: Sequence[tuple[int, int]] | None = None
+) -> TrafficSpec:
+    """Clients 1, 2, ... with these arrivals, and inputs and outputs of `tokens`."""
+    lengths = tokens or [(TOKENS, TOKENS)] * len(arrivals)
+    return senders.traffic(
+        name,
+        *(
+            senders.sender(f"client {k}", one, *length)
+            for k, (one, length) in enumerate(zip(arrivals, lengths, strict=True), start=1)
+        ),
+    )
 
 
 def observe(run: Run, *, cost: str = "linear", curves_of: Sequence[str] | None = None) -> dict[str, Json]:
@@ -198,65 +201,48 @@ def largest_gap(result: Result, first: str, second: str, *, since_s: float = WIN
     return largest((times, gaps), since_s)
 
 
-def phases_of(duration_s: float, on_s: float, off_s: float) -> list[tuple[float, float]]:
-    """The OFF phases inside a run, from beginning to end."""
-    period_s = on_s + off_s
-    edges = [period_s * k for k in range(int(duration_s / period_s) + 1)]
-    return [(start + on_s, end) for start, end in pairwise(edges)]
-
-
 def tenths(difference: Mapping[str, Json]) -> dict[str, Json]:
     """A row in tenths of its unit."""
     factors = {"max": 0.1, "avg": 0.1, "var": 0.01}
     return {key: None if value is None else value * factors[key] for key, value in difference.items()}
 
 
-# ---- plots
+# ---- tables and plots
+
+DIFFERENCE = """scheduler | max | max, paper | mean | mean, paper | variance | variance, paper | tokens/s |
+    tokens/s, paper"""
+
+
+def beside_paper(result: Result, paper: Sequence[float] | None, path: str = "difference") -> list[Entry]:
+    """A row of the paper's tables, and its own numbers beside ours."""
+    ours = result.row(*(f"{path}/{what}" for what in ("max", "avg", "var")), "tokens_per_s")
+    theirs = paper or (None,) * 4
+    return [ours[0], *(entry for pair in zip(ours[1:], theirs, strict=True) for entry in pair)]
+
 
 RATE = "service rate, units/s"
 RESPONSE = "response time, s"
-TIME = "time, s"
+
+
+def clients(result: Result, what: str, y: str, title: str = "", **more: Json) -> Panel:
+    """All clients' curves."""
+    names = result.first["curves"][what]
+    return Panel(y=y, title=title, lines={name: result.curve(what, name) for name in names}, **more)
 
 
 def rates_and_responses(result: Result) -> Drawing:
     """Two panels: the clients' service rates with their sum, and their response times."""
-
-    def draw(canvas: "Canvas") -> None:
-        left, right = style.panels(canvas, 2)
-        clients = result.first["curves"]["rate"]
-        style.client_lines(left, {name: result.curve("rate", name) for name in clients})
-        style.lines(left, {"total": total_rate(result)}, {"total": "black"}, linestyle=":")
-        style.client_lines(right, {name: result.curve("response_s", name) for name in clients})
-        style.label(left, TIME, RATE)
-        style.label(right, TIME, RESPONSE)
-        style.spans(canvas, 0.0, result.cell.plan.duration_s)
-
-    return Drawing(draw, (8.4, 3.4))
+    total = {"total": total_rate(result)}
+    return drawing([clients(result, "rate", RATE, dashed=total), clients(result, "response_s", RESPONSE)])
 
 
-def rates(results: Mapping[str, Result], inches: tuple[float, float] = (8.0, 3.4)) -> Drawing:
-    """A panel of the clients' service rates for each named result, on one scale."""
-
-    def draw(canvas: "Canvas") -> None:
-        panels = style.panels(canvas, len(results), share_y=True)
-        for axes, result in zip(panels, results.values(), strict=True):
-            clients = result.first["curves"]["rate"]
-            style.client_lines(axes, {name: result.curve("rate", name) for name in clients})
-        for axes, (title, result) in zip(panels, results.items(), strict=True):
-            style.label(axes, TIME, RATE if axes is panels[0] else "", title)
-            style.spans(canvas, 0.0, result.cell.plan.duration_s)
-
-    return Drawing(draw, inches)
+def rates(results: Mapping[str, Result]) -> Drawing:
+    """A panel of the clients' service rates for each named result."""
+    return drawing([clients(result, "rate", RATE, title) for title, result in results.items()])
 
 
-def accumulated(results: Mapping[str, Result], *, bound: float | None = None) -> Drawing:
+def accumulated(*results: Result, bound: float | None = None) -> Drawing:
     """The accumulated difference of each scheduler over time."""
-
-    def draw(canvas: "Canvas") -> None:
-        [axes] = style.panels(canvas, 1)
-        style.scheduler_lines(axes, {name: accumulated_curve(result) for name, result in results.items()})
-        if bound is not None:
-            axes.axhline(bound, color="black", linewidth=0.9, linestyle=":", label=f"bound {bound:,.0f}")
-        style.label(axes, TIME, "difference of service, units")
-
-    return Drawing(draw, (6.0, 3.6))
+    lines = {result.cell.title: accumulated_curve(result) for result in results}
+    levels = {} if bound is None else {f"bound {bound:,.0f}": bound}
+    return drawing([Panel(y="difference of service, units", lines=lines, levels=levels)])

@@ -1,23 +1,19 @@
 """VTC, Figures 12, 13, 14 and 18, Tables 2 and 3: a trace of 27 clients, a few of which send most of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
 from sglang_fair.core.cost import make_cost
 from workloads.clients import Client
-from workloads.experiments import style
 from workloads.experiments import vtc_setting as vtc
-from workloads.experiments.claims import Drawing
-from workloads.experiments.contract import Cell, Json, Result, Simulated, Size, TrafficSpec
+from workloads.experiments.claims import Claim, Drawing, Entry, Figure, Part, Table, at_least, claim, graded
+from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
+from workloads.experiments.plots import Panel, drawing
 from workloads.programs.codec import PackedCodec
 from workloads.programs.prose import seeded
 from workloads.records import Run
 from workloads.traces import Trace, arena
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 LIMITS = (5, 10, 15, 20, 30)
 """Requests a minute that RPM allows a client."""
@@ -38,8 +34,29 @@ COUNTING = ("LCF", "VTC", "VTC (predict)", "VTC (oracle)")
 RANKS = (13, 14, 26, 27)
 """The clients that the paper draws, by number of requests; 27 sends most."""
 
-LENGTH_S = 600.0
 NOT_QUICK = ("RPM(10)", "RPM(15)", "RPM(20)")
+
+TABLE_2: Mapping[str, tuple[float, ...]] = {
+    "FCFS": (759.97, 433.53, 32112.00, 777),
+    "LCF": (750.49, 323.82, 29088.90, 778),
+    "VTC": (368.40, 251.66, 6549.16, 779),
+    "VTC (predict)": (365.47, 240.33, 5321.62, 773),
+    "VTC (oracle)": (329.46, 227.51, 4475.76, 781),
+    "RPM(5)": (143.86, 83.58, 1020.46, 340),
+    "RPM(20)": (446.76, 195.71, 7449.79, 694),
+    "RPM(30)": (693.66, 309.45, 24221.31, 747),
+}
+"""Maximum, mean and variance of the service difference, units/s, and tokens/s."""
+TABLE_3: Mapping[str, tuple[float, ...]] = {
+    "FCFS": (743.23, 457.29, 26645.42, 777),
+    "LCF": (709.35, 384.78, 23299.20, 778),
+    "VTC": (707.35, 368.74, 21918.67, 780),
+    "VTC (predict)": (617.22, 337.05, 11803.41, 778),
+    "VTC (oracle)": (387.43, 277.18, 4541.57, 783),
+    "RPM(5)": (230.78, 151.00, 823.15, 340),
+    "RPM(20)": (445.34, 270.51, 5938.52, 694),
+    "RPM(30)": (801.16, 377.22, 25980.39, 747),
+}
 
 
 def come_and_go(trace: Trace, seed: str) -> Trace:
@@ -59,25 +76,20 @@ def come_and_go(trace: Trace, seed: str) -> Trace:
 
 class ArenaTrace(Simulated):
     id = "vtc-trace"
+    title = f"A trace of {RANKS[3]} clients"
+    source = "VTC, Figures 12, 13, 14 and 18, Tables 2 and 3"
+    about = f"""210 requests/min for {vtc.LENGTH_S:.0f} s, prompts of 136 and answers of 256 tokens in the mean. The
+        authors' trace is lost: these are made from a seed, with its statistics (clients, their shares, lengths; every
+        other client is there for a part of the time only). So tables compare in order and ratio, not in numbers. Table
+        3 counts service by the profiled cost, in tenths of its units."""
+    lengths_s = (vtc.LENGTH_S, 150.0)
+    plan = vtc.VtcExperiment.plan
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        length_s, seeds = vtc.extent(size) if size == "full" else (150.0, ("0",))
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         sent = TrafficSpec("arena", {"duration_s": length_s})
-        runs = [
-            *((label, "linear") for label in SCHEDULERS if size == "full" or label not in NOT_QUICK),
-            *((label, "profiled") for label in COUNTING),
-        ]
-        return [
-            Cell(
-                _cell(label, cost),
-                vtc.site(*SCHEDULERS[label], cost=cost),
-                sent,
-                vtc.plan(length_s),
-                seeds,
-                label,
-            )
-            for label, cost in runs
-        ]
+        runs = [(label, "linear") for label in SCHEDULERS if full or label not in NOT_QUICK]
+        for label, cost in (*runs, *((label, "profiled") for label in COUNTING)):
+            yield _cell(label, cost), vtc.site(*SCHEDULERS[label], cost=cost), sent, label
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
         whole = come_and_go(arena(seed=seed), seed)
@@ -90,39 +102,124 @@ class ArenaTrace(Simulated):
         ranked = [name for _, name in sorted((count, name) for name, count in sent.items())]
         drawn = {str(rank): ranked[rank - 1] for rank in RANKS if rank <= len(ranked)}
         found = vtc.observe(run, curves_of=list(drawn.values()))
-        curves = {key: found["curves"][key] for key in ("times_s", "response_s")}
         kept = ("sent", "refused", "service", "waited_s")
         return {
             "clients": {name: {key: one[key] for key in kept} for name, one in found["clients"].items()},
             "tokens_per_s": found["tokens_per_s"],
             "difference": found["difference"],
-            "curves": curves,
+            "curves": {key: found["curves"][key] for key in ("times_s", "response_s")},
             "ranked": ranked,
             "drawn": drawn,
             "difference_profiled": vtc.tenths(vtc.difference(run, make_cost("profiled"))),
         }
 
-    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
-        linear = {label: results[_cell(label)] for label in SCHEDULERS if _cell(label) in results}
-        profiled = {label: results.get(_cell(label, "profiled"), one) for label, one in linear.items()}
-        return {
-            "schedulers": {
-                "linear": [one.cell.name for one in linear.values()],
-                "profiled": [one.cell.name for one in profiled.values()],
-                "charged": [profiled[label].cell.name for label in ("FCFS", *COUNTING)],
-            },
-            "limited": [one.number("tokens_per_s") for label, one in linear.items() if "RPM" in label],
-            "waits": {name: _waits(result) for name, result in results.items()},
-        }
-
-    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
-        linear = {label: results[_cell(label)] for label in SCHEDULERS if _cell(label) in results}
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        linear = {label: at[_cell(label)] for label in SCHEDULERS if _cell(label) in at}
+        profiled = {label: at.get(_cell(label, "profiled"), one) for label, one in linear.items()}
+        yield from self._tables_2_and_3(linear, profiled)
+        yield from self._limits(linear)
+        yield from self._figure_18(linear, profiled)
+        for title, of, path, theirs in (
+            ("Table 2: service difference", linear, "difference", TABLE_2),
+            ("Table 3: service difference, profiled cost", profiled, "difference_profiled", TABLE_3),
+        ):
+            rows = [vtc.beside_paper(one, theirs.get(label), path) for label, one in of.items()]
+            yield Table(f"{title} (service difference in units/s)", vtc.DIFFERENCE, rows)
+        ranks = "scheduler | 1st to 9th (fewest) | 10th to 17th | 26th and 27th (most) | refused, %"
+        title = "Wait for the first token, or the run's end, mean in s, by a client's rank in requests"
+        charged = [profiled[label] for label in ("FCFS", *COUNTING)]
+        yield Table(title, ranks, [_row(one) for one in linear.values()])
+        yield Table("Figure 18: the same, profiled cost", ranks, [_row(one) for one in charged])
+        ordinals = f"{RANKS[0]}th, {RANKS[1]}th, {RANKS[2]}th and {RANKS[3]}th"
+        caption = f"Figure 12: response time of the clients that rank {ordinals} in requests."
         limits = {label: one for label, one in linear.items() if "RPM" in label and label != "RPM(10)"}
-        return {
-            "response": Drawing(_draw_responses({"FCFS": linear["FCFS"], "VTC": linear["VTC"]}), (8.4, 3.4)),
-            "rpm-response": Drawing(_draw_responses(limits), (11.0, 3.2)),
-            "rpm-throughput": Drawing(_draw_throughput(linear), (5.6, 3.4)),
-        }
+        yield Figure("response", caption, _responses({"FCFS": linear["FCFS"], "VTC": linear["VTC"]}))
+        caption = "Figure 13: the same under limits of requests a minute."
+        yield Figure("rpm-response", caption, _responses(limits))
+        swept = [limit for limit in LIMITS if f"RPM({limit})" in linear]
+        throughput = Panel(
+            y="input and output tokens/s",
+            x="limit, requests/min and client",
+            lines={"RPM": (swept, [linear[f"RPM({limit})"].median("tokens_per_s") for limit in swept])},
+            swept=True,
+            levels={label: linear[label]["tokens_per_s"] for label in ("VTC", "FCFS")},
+        )
+        yield Figure("rpm-throughput", "Figure 14: throughput by limit.", drawing([throughput]))
+
+    def _tables_2_and_3(
+        self, linear: Mapping[str, Result], profiled: Mapping[str, Result]
+    ) -> Iterator[Claim]:
+        fifo, fair = linear["FCFS"], linear["VTC"]
+        yield _in_order(
+            "Table 2: mean difference, oracle < predict < VTC < LCF < FCFS", linear, "difference", TABLE_2
+        )
+        below = fair["difference/avg"] / fifo["difference/avg"]
+        yield claim(
+            "Table 2: VTC's mean difference is a good part below FCFS's",
+            paper=f"{TABLE_2['VTC'][1] / TABLE_2['FCFS'][1]:.0%}",
+            ours=f"{below:.0%}",
+            holds=graded(below <= 0.75, below < 1),
+        )
+        speed = fair["tokens_per_s"] / fifo["tokens_per_s"]
+        yield claim(
+            "Table 2: VTC costs no throughput",
+            paper="779 to 777 tokens/s, 1.00×",
+            ours=f"{fair['tokens_per_s']:.0f} to {fifo['tokens_per_s']:.0f} tokens/s, {speed:.2f}×",
+            holds=at_least(speed, 0.98, 0.95),
+        )
+        (fcfs_s, vtc_s), heavy = (_waits(one, MEDIUM) for one in (fifo, fair)), slice(-2, None)
+        fcfs_heavy_s, vtc_heavy_s = (_waits(one, heavy) for one in (fifo, fair))
+        yield claim(
+            "Figure 12: under FCFS all clients' response times rise, under VTC those of over-senders alone",
+            paper="all; only over-senders",
+            ours=f"""medium clients {fcfs_s:.0f} s under FCFS, {vtc_s:.1f} s under VTC; heavy {fcfs_heavy_s:.0f} s and
+                {vtc_heavy_s:.0f} s""",
+            holds=fcfs_s >= 0.5 * fcfs_heavy_s and vtc_s <= 0.25 * fcfs_s,
+            partly=vtc_s < fcfs_s,
+        )
+
+    def _limits(self, linear: Mapping[str, Result]) -> Iterator[Claim]:
+        fair = linear["VTC"]["tokens_per_s"]
+        limited = [one["tokens_per_s"] / fair for label, one in linear.items() if "RPM" in label]
+        tight, loose = limited[0], limited[-1]
+        yield claim(
+            "Figure 14: RPM's throughput is below VTC's at every limit",
+            paper="340 of 779 tokens/s at 5 requests/min, 44 %; 747 at 30, 96 %",
+            ours=f"{tight:.0%} at {LIMITS[0]}, {loose:.0%} at {LIMITS[4]}",
+            holds=max(limited) <= 0.99 and tight <= 0.6,
+            partly=tight < 0.8,
+            why="At the highest limits almost nothing is refused.",
+        )
+        low, high, all_s = (_waits(linear[label]) for label in ("RPM(5)", "RPM(30)", "FCFS"))
+        yield claim(
+            "Figure 13: a low limit is fast for all, a high one is FCFS again",
+            paper=f"similar, low response times at {LIMITS[0]}; FCFS's curve at high limits",
+            ours=f"mean {low:.1f} s at {LIMITS[0]}, {high:.0f} s at {LIMITS[4]}, {all_s:.0f} s under FCFS",
+            holds=low <= 0.1 * all_s and high >= 0.5 * all_s,
+            partly=low < high <= all_s,
+            why=f"A limit of {LIMITS[4]} still refuses what the heaviest clients send.",
+        )
+
+    def _figure_18(self, linear: Mapping[str, Result], profiled: Mapping[str, Result]) -> Iterator[Claim]:
+        text = "Table 3: the same order under the profiled cost"
+        yield _in_order(text, profiled, "difference_profiled", TABLE_3)
+        ours, others = _waits(profiled["VTC"], MEDIUM), _waits(linear["FCFS"], MEDIUM)
+        yield claim(
+            "Figure 18: VTC keeps clients with few requests fast under the profiled cost, FCFS does not",
+            paper="low against rising",
+            ours=f"medium clients {ours:.1f} s to {others:.0f} s",
+            holds=ours <= 0.25 * others,
+            partly=ours < others,
+        )
+        lcf, fair = (_waits(profiled[label], slice(-5, None), median) for label in ("LCF", "VTC"))
+        yield claim(
+            "Figure 18: LCF punishes clients that always send much",
+            paper="excessively high response times",
+            ours=f"median of the five heaviest: {lcf:.0f} s under LCF, {fair:.0f} s under VTC",
+            holds=at_least(lcf / fair, 1.2, 1.05),
+            why="""LCF favours clients that come later over those that are always there, and not all of the five that
+                send most are always there.""",
+        )
 
 
 def _cell(label: str, cost: str = "linear") -> str:
@@ -132,66 +229,51 @@ def _cell(label: str, cost: str = "linear") -> str:
     return name if cost == "linear" else f"{name}.{cost}"
 
 
-# ---- how long clients wait for a first token, by their rank in requests: s
+def _in_order(
+    text: str, found: Mapping[str, Result], path: str, theirs: Mapping[str, tuple[float, ...]]
+) -> Claim:
+    names = ("VTC (oracle)", "VTC (predict)", "VTC", "LCF", "FCFS")
+    means = [found[name][f"{path}/avg"] for name in names]
+    return claim(
+        text,
+        paper=" < ".join(f"{theirs[name][1]:.0f}" for name in names),
+        ours=", ".join(f"{mean:.0f}" for mean in means),
+        holds=means == sorted(means),
+        partly=means[2] < means[4],
+        why="VTC is below FCFS; its relatives lie close to it, and their order changes with the trace.",
+    )
 
 
-def _waits(result: Result) -> dict[str, float]:
-    """The mean over some clients, then the median over seeds. A client without a first token waits to the end."""
-
-    def of(ranks: slice, reduce: Callable[[Sequence[float]], float] = fmean) -> float:
-        return median(reduce(_wait(run, run["ranked"][ranks])) for run in result.runs)
-
-    return {
-        "light": of(slice(9)),
-        "medium": of(slice(9, 17)),
-        "heavy": of(slice(-2, None)),
-        "all": of(slice(None)),
-        "five_heaviest": of(slice(-5, None), median),
-        "refused_percent": _refused(result),
-    }
+MEDIUM = slice(9, 17)
+"""Ranks of clients that send neither few nor many requests."""
 
 
-def _wait(run: Mapping[str, Json], names: Sequence[str]) -> list[float]:
-    waits = (run["clients"][name]["waited_s"] for name in names)
-    return [wait for wait in waits if wait is not None]
+def _waits(
+    result: Result, ranks: slice = slice(None), reduce: Callable[[Sequence[float]], float] = fmean
+) -> float:
+    """How long clients of these ranks wait for a first token, s: the mean over them, then the median over seeds. A
+    client without a first token waits to the end."""
+
+    def of(run: Mapping[str, Json]) -> float:
+        waits = (run["clients"][name]["waited_s"] for name in run["ranked"][ranks])
+        return reduce([wait for wait in waits if wait is not None])
+
+    return median(map(of, result.runs))
 
 
-def _refused(result: Result) -> float:
-    """Part of all requests, in percent."""
-    parts: list[float] = []
+def _row(result: Result) -> list[Entry]:
+    refused: list[float] = []
     for run in result.runs:
         clients = run["clients"].values()
-        parts.append(100 * sum(one["refused"] for one in clients) / sum(one["sent"] for one in clients))
-    return median(parts)
+        refused.append(100 * sum(one["refused"] for one in clients) / sum(one["sent"] for one in clients))
+    waits = (_waits(result, ranks) for ranks in (slice(9), MEDIUM, slice(-2, None)))
+    return [result.cell.title, *waits, median(refused)]
 
 
-# ---- plots
-
-
-def _draw_responses(found: Mapping[str, Result]) -> Callable[["Canvas"], None]:
-    def draw(canvas: "Canvas") -> None:
-        panels = style.panels(canvas, len(found), share_y=True)
-        for axes, one in zip(panels, found.values(), strict=True):
-            drawn = one.first["drawn"]
-            lines = {f"client of rank {rank}": one.curve("response_s", name) for rank, name in drawn.items()}
-            style.client_lines(axes, lines)
-        for axes, (label, one) in zip(panels, found.items(), strict=True):
-            first = axes is panels[0]
-            style.label(axes, vtc.TIME, vtc.RESPONSE if first else "", label, legend=first)
-            style.spans(canvas, 0.0, one.cell.plan.duration_s)
-
-    return draw
-
-
-def _draw_throughput(found: Mapping[str, Result]) -> Callable[["Canvas"], None]:
-    def draw(canvas: "Canvas") -> None:
-        [axes] = style.panels(canvas, 1)
-        limits = [limit for limit in LIMITS if f"RPM({limit})" in found]
-        heights = [found[f"RPM({limit})"].median("tokens_per_s") for limit in limits]
-        style.scheduler_lines(axes, {"RPM": (limits, heights)}, marker="o")
-        for label, dashes in (("VTC", "-"), ("FCFS", ":")):
-            height = found[label].number("tokens_per_s")
-            axes.axhline(height, color=style.scheduler_colour(label), linestyle=dashes, label=label)
-        style.label(axes, "limit, requests/min and client", "input and output tokens/s")
-
-    return draw
+def _responses(found: Mapping[str, Result]) -> Drawing:
+    panels = []
+    for label, one in found.items():
+        drawn = one.first["drawn"]
+        lines = {f"client of rank {rank}": one.curve("response_s", name) for rank, name in drawn.items()}
+        panels.append(Panel(y=vtc.RESPONSE, title=label, lines=lines))
+    return drawing(panels)

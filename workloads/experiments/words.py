@@ -48,7 +48,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,7 +56,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
 
-from workloads.experiments.claims import Claim, Figure, Report, Table, Verdict, shown
+from workloads.experiments.claims import Claim, Figure, Report, Table, Verdict, plain, shown
 from workloads.experiments.contract import Experiment, Json, Result
 
 
@@ -165,6 +164,8 @@ class Heading:
 
 def heading(experiment: Experiment) -> Heading:
     """The experiment's title, source and description."""
+    if experiment.title:
+        return Heading(plain(experiment.title), plain(experiment.source), plain(experiment.about))
     words = words_of(experiment)
     names = _stated(experiment, words)
     return Heading(*(quote(one, names) for one in (words.title, words.source, words.about)))
@@ -172,6 +173,8 @@ def heading(experiment: Experiment) -> Heading:
 
 def report(experiment: Experiment, results: Mapping[str, Result]) -> Report:
     """Claims, tables, figures and notes from the results of all cells. The same records give the same report."""
+    if experiment.title:
+        return Report(experiment.report(results))
     words = words_of(experiment)
     names = _stated(experiment, words)
     names["cells"] = {name: RecordFields(result) for name, result in results.items()}
@@ -181,25 +184,22 @@ def report(experiment: Experiment, results: Mapping[str, Result]) -> Report:
     if uncaptioned := drawings.keys() - words.figures.keys():
         raise ValueError(f"figures without a caption: {', '.join(sorted(uncaptioned))}")
     return Report(
-        claims=list(_claims(words.claims, names)),
-        tables=list(_tables(words.tables, names, results)),
-        figures=[
-            Figure(name, quote(text, names), drawings[name])
-            for name, text in words.figures.items()
-            if name in drawings
-        ],
-        notes=[
-            quote(note.text, names)
-            for note in (Note(text=one) if isinstance(one, str) else one for one in words.notes)
-            if evaluate(note.when, names)
-        ],
-        ratios={name: _number(value) for name, value in _evaluated(words.ratios, names).items()},
+        [
+            *_claims(words.claims, names),
+            *_tables(words.tables, names, results),
+            *(
+                Figure(name, quote(text, names), drawings[name])
+                for name, text in words.figures.items()
+                if name in drawings
+            ),
+            *(
+                quote(note.text, names)
+                for note in (Note(text=one) if isinstance(one, str) else one for one in words.notes)
+                if evaluate(note.when, names)
+            ),
+            _evaluated(words.ratios, names),
+        ]
     )
-
-
-def _number(value: Any) -> float | None:
-    """None where there is nothing to compare: by nothing."""
-    return None if value is None or not isfinite(value) else float(value)
 
 
 class RecordFields:
@@ -316,7 +316,7 @@ def _tables(
                 rows = list(results) if one.rows is None else evaluate(one.rows, names)
                 yield Table(
                     quote(one.title, names),
-                    [quote(head, names) for head in one.columns],
+                    " | ".join(quote(head, names) for head in one.columns),
                     [_row(one, row, names, results) for row in rows],
                     one.digits,
                 )

@@ -1,0 +1,136 @@
+"""How experiments draw: panels of curves over time, of numbers over what was swept, or of bars. Each scheduler has one
+colour on the whole page; other names have theirs by their order."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from workloads.experiments.claims import Drawing
+from workloads.experiments.curves import Line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+SCHEDULERS: Mapping[str, str] = {
+    "DLPM": "#1f5fa8",
+    "D2LPM": "#1f5fa8",
+    "D2LPM, stall bound": "#7fb0e0",
+    "D2LPM by queues": "#12375f",
+    "LMetric": "#8c6d1f",
+    "VTC": "#d1682b",
+    "VTC (predict)": "#e39b55",
+    "VTC (±50%)": "#b8a12c",
+    "VTC (oracle)": "#8c4a1d",
+    "LPM": "#3c8c4f",
+    "RR+LPM": "#3c8c4f",
+    "Preble": "#8a4ea0",
+    "cache_aware": "#c2477f",
+    "FCFS": "#777777",
+    "LCF": "#2a9d8f",
+    "RPM": "#b5838d",
+}
+"""By the name in the legend. VTC keeps its colour over several replicas, whatever the placement."""
+
+OTHERS = ("#20507d", "#d1682b", "#3c8c4f", "#8a4ea0", "#c2477f", "#8c6d1f", "#2a9d8f", "#777777")
+
+Bars: TypeAlias = Mapping[str, Sequence[float | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One pair of axes."""
+
+    y: str
+    x: str = "time, s"
+    title: str = ""
+    lines: Mapping[str, Line] = field(default_factory=dict)
+    """By their names in the legend. A missing value breaks a line."""
+    dashed: Mapping[str, Line] = field(default_factory=dict)
+    """Further lines: black, or in the colour of the line of the same name."""
+    levels: Mapping[str, float] = field(default_factory=dict)
+    """Horizontal lines."""
+    swept: bool = False
+    """Points that lines connect."""
+    bars: Bars = field(default_factory=dict)
+    """A bar for each name in each of `groups`."""
+    groups: Sequence[str] = ()
+    log: str = ""
+    """The axes that are logarithmic: "x", "y" or "xy"."""
+    bottom: float | None = 0.0
+    top: float | None = None
+
+
+def drawing(*rows: Sequence[Panel], scale: Literal["row", "none"] = "row") -> Drawing:
+    """Rows of panels. Those of a row have one scale where they have one unit, unless `scale` says otherwise."""
+    columns = max(len(row) for row in rows)
+    width, height = max(6.0, 3.2 * columns + 0.8), 0.4 + 3.0 * len(rows)
+    return Drawing(lambda canvas: _draw(canvas, rows, scale), (width, height))
+
+
+def _draw(canvas: "Canvas", rows: Sequence[Sequence[Panel]], scale: str) -> None:
+    grid = canvas.subplots(len(rows), max(len(row) for row in rows), squeeze=False)
+    for place, (panels, line) in enumerate(zip(rows, grid, strict=True)):
+        for panel, axes in zip(panels, line, strict=True):
+            _fill(axes, panel)
+            _label(axes, panel)
+        if len({panel.y for panel in panels}) == 1:
+            top = max(axes.get_ylim()[1] for axes in line)
+            for axes in line:
+                axes.set_ylim(top=top if scale == "row" else None)
+                axes.set_ylabel(panels[0].y if axes is line[0] else "")
+        if place < len(rows) - 1 and rows[place + 1][0].x == panels[0].x:
+            for axes in line:
+                axes.set_xlabel("")
+    every = [axes for line in grid for axes in line]
+    every[0].legend(fontsize=8)
+    for before, axes in pairwise(every):
+        names = axes.get_legend_handles_labels()[1]
+        if names and names != before.get_legend_handles_labels()[1]:
+            axes.legend(fontsize=8)
+
+
+def _fill(axes: "Axes", panel: Panel) -> None:
+    colours = {name: colour(name, place) for place, name in enumerate(panel.lines or panel.bars)}
+    marker = "o" if panel.swept else ""
+    for name, (xs, ys) in panel.lines.items():
+        axes.plot(xs, _gaps(ys), marker=marker, markersize=4, label=name, color=colours[name], linewidth=1.6)
+    for name, (xs, ys) in panel.dashed.items():
+        known = name in colours
+        axes.plot(xs, _gaps(ys), "--", color=colours.get(name, "black"), linewidth=1.0,
+                  label=None if known else name)  # fmt: skip
+    for name, height in panel.levels.items():
+        axes.axhline(height, color=SCHEDULERS.get(name, "black"), linewidth=1.0, linestyle=":", label=name)
+    width = 0.8 / max(1, len(panel.bars))
+    for place, (name, heights) in enumerate(panel.bars.items()):
+        left = (place - (len(panel.bars) - 1) / 2) * width
+        at = [group + left for group in range(len(panel.groups))]
+        axes.bar(at, _gaps(heights), width * 0.92, label=name, color=colours[name])
+    if panel.bars:
+        axes.set_xticks(range(len(panel.groups)), list(panel.groups))
+        if len(panel.groups) > 8:
+            axes.tick_params(axis="x", labelrotation=60, labelsize=8)
+
+
+def _label(axes: "Axes", panel: Panel) -> None:
+    if "x" in panel.log:
+        axes.set_xscale("log")
+    if "y" in panel.log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=panel.bottom, top=panel.top)
+    axes.set_xlabel("" if panel.bars else panel.x)
+    axes.set_ylabel(panel.y)
+    axes.set_title(panel.title, fontsize=10)
+    axes.grid(visible=True, color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def colour(name: str, place: int) -> str:
+    """A scheduler's own, or by place among the names of its panel."""
+    return SCHEDULERS.get(name, OTHERS[place % len(OTHERS)])
+
+
+def _gaps(values: Sequence[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
