@@ -169,8 +169,8 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A replica before it has an address: what it is told besides its host, its ports and its GPUs."""
+class Replica:
+    """A replica before it has an address: all but its host, its ports and its GPUs."""
 
     name: str
     settings: Mapping[str, Any]
@@ -187,7 +187,7 @@ class Asked:
         """As those of `Worker`."""
         return self.model, *self.models
 
-    def renamed(self, name: str) -> "Asked":
+    def renamed(self, name: str) -> "Replica":
         """Another one like it."""
         settings = dict(self.settings)
         if settings.get("normal") is not None:
@@ -200,7 +200,7 @@ class FleetFiles:
     """Where the process that has the replicas on other machines reads what they are, where it lists them, and where it
     is asked for changes."""
 
-    told: Path
+    settings: Path
     listed: Path
     control: Path
 
@@ -303,7 +303,7 @@ def build(
     replicas = tuple(
         placed(one, LOCAL, port, machine.python, gpus[index] if gpus else (), fork_server)
         for index, (one, port) in enumerate(
-            zip(asked_for(options, device, machine, each, swaps), ports.replicas, strict=False)
+            zip(replicas_for(options, device, machine, each, swaps), ports.replicas, strict=False)
         )
     )
     workers = tuple(one.worker for one in replicas if one.worker is not None)
@@ -388,16 +388,16 @@ def curl_example(url: str, model: str = "default", *, has_tenants: bool = False)
     )
 
 
-def asked_for(
+def replicas_for(
     options: Options,
     device: Device,
     machine: Machine,
     models: Sequence[Model],
     swaps: Mapping[int, Sequence[Model]] = MappingProxyType({}),
-) -> tuple[Asked, ...]:
+) -> tuple[Replica, ...]:
     """The replicas of a cluster, one for each of `models`; `swaps` as in `build`."""
     return tuple(
-        Asked(
+        Replica(
             name=f"r{index}",
             settings={
                 "name": f"r{index}",
@@ -422,7 +422,7 @@ def asked_for(
 
 
 def placed(
-    asked: Asked,
+    replica: Replica,
     host: str,
     ports: ReplicaPorts,
     python: str,
@@ -432,35 +432,35 @@ def placed(
     """The replica on the machine with the address `host`."""
     at = f"[{host}]" if ":" in host else host
     worker = Worker(
-        name=asked.name,
-        url=f"{scheme(asked.settings['extra'])}://{at}:{ports.http}",
+        name=replica.name,
+        url=f"{scheme(replica.settings['extra'])}://{at}:{ports.http}",
         kv=f"tcp://{at}:{ports.kv}",
         replay=f"tcp://{at}:{ports.kv + 1}",
         load=None if ports.load is None else f"tcp://{at}:{ports.load}",
-        model=asked.model,
-        models=asked.models,
+        model=replica.model,
+        models=replica.models,
     )
     values = {
-        **asked.settings,
+        **replica.settings,
         "host": host,
         "port": ports.http,
         "kv_port": ports.kv,
         "load_port": ports.load,
         "extra": (
             "--log-level",
-            asked.log_level,
+            replica.log_level,
             "--nccl-port",
             str(ports.rendezvous),
-            *asked.settings["extra"],
+            *replica.settings["extra"],
         ),
     }
     command = () if fork_server else (python, "-m", "sglang_fair.engines.replica")
     return Process(
-        name=asked.name,
+        name=replica.name,
         role="replica",
         argv=(*command, *command_line(table.Replica, values)),
         ready=HttpReady(f"{worker.url}/ready"),
-        ready_timeout_s=asked.ready_timeout_s,
+        ready_timeout_s=replica.ready_timeout_s,
         stop_grace_s=REPLICA_GRACE_S,
         env={
             "PYTHONUNBUFFERED": "1",
@@ -489,7 +489,7 @@ def _fleet(
     return Process(
         name="fleet",
         role="fleet",
-        argv=(machine.python, "-m", "sglang_fair.cluster.on_ray", str(files.told)),
+        argv=(machine.python, "-m", "sglang_fair.cluster.on_ray", str(files.settings)),
         ready=FleetReady(router, len(models), _path(options.keys)),
         ready_timeout_s=options.ray_wait_s + slowest_s + FLEET_GRACE_S,
         stop_grace_s=FLEET_GRACE_S,

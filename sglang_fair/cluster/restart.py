@@ -31,8 +31,6 @@ class RestartRule:
     early_s: float = 60.0
     give_up_after: int = 5
     """Counted deaths in a row after which the process is given up."""
-    spares_last: bool = True
-    """Whether the last replica of a model is never given up."""
 
     def after(self, before: Deaths, served_s: float, *, is_replica: bool) -> Deaths:
         """With the death of a process that was ready for `served_s` seconds, 0 if it never was."""
@@ -43,7 +41,7 @@ class RestartRule:
 
     def delay_s(self, deaths: Deaths, *, is_last: bool = False) -> float | None:
         """Seconds to wait before the next start; None: give up. `is_last`: the last replica of a model."""
-        if deaths.counted >= self.give_up_after and not (is_last and self.spares_last):
+        if deaths.counted >= self.give_up_after and not is_last:
             return None
         doublings = min(max(0, deaths.early - 1), MOST_DOUBLINGS)
         return min(self.first_delay_s * self.factor**doublings, self.longest_delay_s)

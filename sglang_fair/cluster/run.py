@@ -11,18 +11,20 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
+
 from router.replica_lists import specs
-from sglang_fair.cluster import gpus, models
+from sglang_fair.cluster import gpus, models, on_ray
 from sglang_fair.cluster import machine as machines
-from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.child import kill_session
 from sglang_fair.cluster.console import ConsoleReporter, Replicas, addresses, example, make_console, show
 from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.gpus import GpusTaken
 from sglang_fair.cluster.link import RouterLink, router_shortage
-from sglang_fair.cluster.on_ray import driver, told
+from sglang_fair.cluster.local import Additions, Local
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import (
     LOCAL,
@@ -31,11 +33,11 @@ from sglang_fair.cluster.plan import (
     Model,
     Plan,
     admin_url,
-    asked_for,
     build,
     check_memory,
     choose_device,
     dashboard_url,
+    replicas_for,
     served_url,
 )
 from sglang_fair.cluster.ports import PortTaken, Reservations, choose, choose_one, claim
@@ -73,9 +75,9 @@ def run_cluster(options: Options) -> int:
     """Runs the cluster until a signal, and returns the exit code. Whatever goes wrong is one line on stderr."""
     try:
         check(options)
-        told.check(options)
-        if options.ray is not None and not driver.is_installed():
-            raise ConfigError(driver.MISSING, "ray")
+        on_ray.check(options)
+        if options.ray is not None and find_spec("ray") is None:
+            raise ConfigError(on_ray.MISSING, "ray")
         return asyncio.run(_run(options))
     except Interrupted:
         return INTERRUPTED
@@ -99,7 +101,7 @@ async def _run(options: Options) -> int:
     machine = machines.look()
     emulation = options.emulation()
     wanted = {"auto": options.device, "emulated": "cpu"}.get(options.engine, options.engine)
-    device = choose_device(wanted, machine) if options.ray is None else told.device(wanted)
+    device = choose_device(wanted, machine) if options.ray is None else on_ray.device(wanted)
     with (
         tempfile.TemporaryDirectory(prefix="sglang-fair-") as folder,
         contextlib.closing(Reservations(options.host)) as reservations,
@@ -143,13 +145,12 @@ async def _run(options: Options) -> int:
         files = None
         if options.ray is not None:
             files = FleetFiles(
-                Path(folder, "told.json"), Path(folder, "replicas"), socket_path(ports.gateway)
+                Path(folder, "fleet.json"), Path(folder, "replicas"), socket_path(ports.gateway)
             )
-            replicas = asked_for(options, device, machine, each)
+            replicas = replicas_for(options, device, machine, each)
             files.listed.touch()
-            files.told.write_bytes(
-                told.of(options, device, replicas, files, f"tcp://{LOCAL}:{ports.router}").encode()
-            )
+            fleet = on_ray.fleet_settings(options, device, replicas, files, f"tcp://{LOCAL}:{ports.router}")
+            files.settings.write_bytes(msgspec.json.encode(fleet))
         plan = build(options, device, machine, each, ports, taken, swaps, files)
         gateway = served_url(options, options.host, ports.gateway)
         what = " and ".join(f"{names.count(called)} x {one.served_name}" for called, one in found.items())
@@ -179,7 +180,7 @@ async def _run(options: Options) -> int:
             console, plan, quiet=Replicas() if options.quiet_replicas else (), when_up=when_up
         )
         reporter.say(f"starting {title}")
-        added = AddedReplicas(
+        added = Additions(
             options, device, each, ports, reservations, gpu_marks, machines.look,
             tuple(found.values()) if options.swap == models.ALL else (),
         )  # fmt: skip
@@ -219,7 +220,7 @@ async def _supervise(
     plan: Plan,
     reporter: ConsoleReporter,
     stop: asyncio.Event,
-    added: AddedReplicas,
+    added: Additions,
     gpu_marks: Marks,
     control_path: Path | None,
     scale_up: int,
@@ -246,7 +247,7 @@ async def _supervise(
             loop.add_signal_handler(number, on_signal)
         if stop.is_set():
             raise Interrupted
-        workers = Workers(supervisor, link, plan.router, added.plan, added.freed, added.agent_of, keys)
+        workers = Workers(Local(supervisor, link, added.plan, added.freed), plan.router, keys)
         control = None if control_path is None else Control(control_path, workers.handle)
         try:
             if control is not None:

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.control import Refused, ask, socket_path
 from sglang_fair.cluster.gpus import GpusTaken, choose, listed, take, visible
+from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import Machine, build
 from sglang_fair.cluster.ports import Ports, ReplicaPorts, Reservations
@@ -128,11 +128,11 @@ class Cluster:
         self.marks = Marks(kind)
         options = Options(extra=("--tp", str(each)))
         ports = Ports(1, 2, (ReplicaPorts(3, 4, 6),))
-        self.more = AddedReplicas(options, "cuda", MODEL, ports, reservations, self.marks, lambda: machine)
+        self.more = Additions(options, "cuda", MODEL, ports, reservations, self.marks, lambda: machine)
         self.specs: dict[int, Any] = {}
 
     def add(self, number: int) -> None:
-        self.specs[number] = self.more.plan(number)
+        self.specs[number] = self.more.plan(number)[0]
 
     def drain(self, number: int) -> None:
         self.more.freed(self.specs.pop(number))

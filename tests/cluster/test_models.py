@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.__main__ import workers as workers_of
 from router.gateway.__main__ import check as check_gateway
 from router.gateway.__main__ import configure
-from sglang_fair.cluster.added import AddedReplicas
+from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.models import dealt, fewest, in_turn, loadable
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memory
@@ -117,10 +117,10 @@ def test_a_further_replica_has_the_model_that_is_asked_for() -> None:
     options = Options(models="a=tiny,b=/models/b", replicas=2)
     with contextlib.closing(Reservations("127.0.0.1")) as reservations:
         ports = choose(0, 2, reservations.take)
-        more = AddedReplicas(options, "cpu", [A, B], ports, reservations, Marks("gpu-test"), lambda: MACHINE)
-        assert served(more.plan(2, "b", ["a", "b"])) == ("b", "/models/b")
-        assert served(more.plan(3, None, ["a", "a", "b"])) == ("b", "/models/b")
-        assert served(more.plan(4, None, ["a", "b"])) == ("a", "tiny")
+        more = Additions(options, "cpu", [A, B], ports, reservations, Marks("gpu-test"), lambda: MACHINE)
+        assert served(more.plan(2, "b", ["a", "b"])[0]) == ("b", "/models/b")
+        assert served(more.plan(3, None, ["a", "a", "b"])[0]) == ("b", "/models/b")
+        assert served(more.plan(4, None, ["a", "b"])[0]) == ("a", "tiny")
         with pytest.raises(ConfigError, match="there is no model 'c' here; there are a, b"):
             more.plan(5, "c", ["a", "b"])
     assert fewest(["x"], []) == "x"

@@ -23,9 +23,9 @@ from router.events import Arrive, Done, Place, WorkerUp, decode_answer, encode
 from router.placement import build as build_placement
 from router.shell import Shell
 from sglang_fair.cluster import control
-from sglang_fair.cluster.added import AddedReplicas
 from sglang_fair.cluster.control import Control, Refused, Say, ask, own_folder
 from sglang_fair.cluster.link import RouterLink
+from sglang_fair.cluster.local import Additions, Local
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import Process, build
 from sglang_fair.cluster.ports import Reservations, choose
@@ -195,8 +195,8 @@ def test_a_further_replica_is_planned_like_the_first_ones(monkeypatch: pytest.Mo
     with contextlib.closing(Reservations("127.0.0.1")) as reservations:
         ports = choose(0, 2, reservations.take)
         plan = build(options, "cpu", MACHINE, TINY, ports)
-        more = AddedReplicas(options, "cpu", TINY, ports, reservations, Marks("gpu-test"), lambda: MACHINE)
-        r1, r2 = plan.of("replica")[1], more.plan(2)
+        more = Additions(options, "cpu", TINY, ports, reservations, Marks("gpu-test"), lambda: MACHINE)
+        r1, (r2, _) = plan.of("replica")[1], more.plan(2)
         own = {"--name", "--port", "--kv-port", "--nccl-port"}
         assert [word for word in r2.argv if word not in after_all(r2, own)] == [
             word for word in r1.argv if word not in after_all(r1, own)
@@ -207,7 +207,7 @@ def test_a_further_replica_is_planned_like_the_first_ones(monkeypatch: pytest.Mo
         new = {int(after(r2.argv, "--port")), int(after(r2.argv, "--kv-port"))}
         assert not used & new
         more.freed(r2)
-        assert int(after(more.plan(5).argv, "--port")) in new, "its ports are free again"
+        assert int(after(more.plan(5)[0].argv, "--port")) in new, "its ports are free again"
 
 
 def after_all(spec: Process, options: set[str]) -> set[str]:
@@ -275,13 +275,13 @@ def changing(body: Callable[[Changed, str], Awaitable[None]]) -> None:
             record, up, freed = Record(), asyncio.Event(), []
             record.when_up = up.set
             supervisor = Supervisor(plan, record, rule=RestartRule(first_delay_s=0.01), link=link)
-            workers = Workers(
+            crew = Local(
                 supervisor,
                 link,
-                endpoint,
-                lambda number, model, has: program(f"r{number}", made.next_code),
+                lambda number, model, has: (program(f"r{number}", made.next_code), None),
                 lambda spec: freed.append(spec.name),
             )
+            workers = Workers(crew, endpoint)
             made = Changed(supervisor, record, workers, freed, [])
             running = asyncio.create_task(supervisor.run())
             with pytest.raises(Refused, match="not up yet"):

@@ -1,1 +1,0 @@
-"""One replica that lists itself in a file which routers follow: what a task of a batch system runs."""
