@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from sglang_fair.common.files import read_json
 from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core.cost import Cost, describe, make_cost
 from sglang_fair.settings.commands import Mistake, Option, choices, run
@@ -206,7 +205,7 @@ def serve(
             raise ValueError("--questions are for tot-s1 and tot-s2, --articles for judge-s1 and judge-s2")
         if not (0 <= warm_up < math.inf and 0 < duration < math.inf and drain >= 0):
             raise ValueError("--warm-up and --drain must not be negative, --duration must be positive")
-        until_s, units = warm_up + duration, make_cost(cost, read=read_json)
+        until_s, units = warm_up + duration, make_cost(cost)
         codec = read_codec(tokenizer) if api not in wire.OF_CHATS else TextCodec()
         options = LoadOptions(
             workload,

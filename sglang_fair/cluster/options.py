@@ -124,7 +124,7 @@ class Options(Cluster):
 
     def service_cost(self) -> Cost:
         """What service costs in the replicas. Raises ValueError."""
-        return make_cost(self.cost or "linear", self.extend_weight, self.output_weight, read=read_json)
+        return make_cost(self.cost or "linear", self.extend_weight, self.output_weight)
 
     def scheduler(self) -> Policy | None:
         """The policy of the replicas; None: SGLang's own. Raises ValueError."""

@@ -23,7 +23,6 @@ from types import NoneType
 from typing import Any, get_args
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.adaptive import DlpmAdaptive
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.drr import Drr
 from sglang_fair.core.fcfs import Fcfs
@@ -39,8 +38,7 @@ from sglang_fair.core.wsc import Wsc, WscDlpm
 POLICIES: Mapping[str, type[Policy]] = {
     policy.name: policy
     for policy in (
-        Fcfs, Rpm, Lpm, Lcf, Vtc, VtcPredict, VtcOracle, VtcNoisy, Drr, Dlpm, DlpmPredict, DlpmAdaptive,
-        Wsc, WscDlpm, Slo,
+        Fcfs, Rpm, Lpm, Lcf, Vtc, VtcPredict, VtcOracle, VtcNoisy, Drr, Dlpm, DlpmPredict, Wsc, WscDlpm, Slo,
     )
 }  # fmt: skip
 

@@ -368,8 +368,6 @@ class Account:
         anew = self.largest.settle(matters, *self.backlogs())
         if self.policy.weights is not None:
             self.policy.weights.settle(matters, anew)
-        if anew:
-            self.policy.all_waited_anew()
 
     def _stop(self, job: Job) -> None:
         del self.running[job.id]

@@ -10,22 +10,18 @@ is unequal under another.
     profiled    2.1 n_p + n_q + 0.04 n_p n_q + 0.032 n_q² + 11.46                VTC, appendix B.2
     quadratic   w_i (n_p + n_p²/d) + w_o (n_q + n_q (n_q + 1)/(2d))              generalised costs
     tiered      linear, times a factor once the prompt is longer than a threshold
-    flops       2·parameters + 4·layers·hidden·position for each token           VTC §4.2 names it
 
 If a term depends on position, cached tokens are free but still lie before the computed ones, because attention reads
 them. So a prompt costs the difference between all of it and its cached part, and the context of an output token is the
 whole prompt. A service unit is another amount of work in each function; scale the quanta accordingly.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from math import ceil, isfinite
+from math import isfinite
 from typing import Any, ClassVar, Protocol
 
 from sglang_fair.common.pairs import typed
-
-Reader = Callable[[str], Any]
-"""What the JSON file at a path holds (`common.files.read_json`). Raises ValueError with one line."""
 
 
 class Cost(Protocol):
@@ -167,82 +163,16 @@ class Tiered:
         return factor * self.extend_weight * input_tokens, factor * self.output_weight * owed_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Flops:
-    """Floating-point operations of the forward pass: 2·parameters + 4·layers·hidden·t for the token at
-    position t (t earlier tokens to attend to; Hoffmann et al. 2022, appendix F), in units of the token at
-    position 0.
-
-    `parameters` are those that every token is multiplied with: neither embedding nor output head. `hidden`
-    is the width of attention, heads times head size. Input and output tokens cost the same at the same
-    position; the last output token is charged although no step consumes it.
-    """
-
-    name: ClassVar[str] = "flops"
-    extend_weight: ClassVar[float] = 1.0
-    output_weight: ClassVar[float] = 1.0
-    parameters: int
-    layers: int
-    hidden: int
-
-    def __post_init__(self) -> None:
-        for name in ("parameters", "layers", "hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}")
-
-    @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> "Flops":
-        """From a Hugging Face config.json of a dense decoder with grouped-query attention and a gated MLP."""
-        if config.get("model_type") not in LLAMA_LIKE:
-            raise ValueError(
-                f"model_type {config.get('model_type')!r} is not counted; there are {', '.join(LLAMA_LIKE)}"
-            )
-        layers = _size(config, "num_hidden_layers")
-        width = _size(config, "hidden_size")
-        heads = _size(config, "num_attention_heads")
-        kv_heads = _size(config, "num_key_value_heads", heads)
-        head = _size(config, "head_dim", width // heads)
-        attention = 2 * width * (heads + kv_heads) * head
-        return cls(
-            layers * (attention + 3 * width * _size(config, "intermediate_size")), layers, heads * head
-        )
-
-    def __call__(self, extend_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
-        tokens = extend_tokens + output_tokens
-        positions = tokens * cached_tokens + tokens * (tokens - 1) // 2
-        return tokens + self._slope() * positions
-
-    def dearest(self, input_tokens: float, output_tokens: float, owed_tokens: float) -> tuple[float, float]:
-        """L + s L (L - 1)/2 and M (1 + s (L + L_out - 1)), s = 2·layers·hidden/parameters."""
-        last = max(0, input_tokens + output_tokens - 1)
-        return self(ceil(input_tokens), 0), owed_tokens * (1.0 + self._slope() * last)
-
-    def _slope(self) -> float:
-        """Units that one more token to attend to adds to a token."""
-        return 2 * self.layers * self.hidden / self.parameters
-
-
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3")
-"""model_type of the models whose weights `Flops.of_config` counts."""
-
-COSTS: Mapping[str, type[Linear | Profiled | Quadratic | Tiered | Flops]] = {
-    cost.name: cost for cost in (Linear, Profiled, Quadratic, Tiered, Flops)
+COSTS: Mapping[str, type[Linear | Profiled | Quadratic | Tiered]] = {
+    cost.name: cost for cost in (Linear, Profiled, Quadratic, Tiered)
 }
 """The registry: a new cost is a class with a name, and one entry here."""
 
 
-def make_cost(
-    text: str,
-    extend_weight: float | None = None,
-    output_weight: float | None = None,
-    *,
-    read: Reader | None = None,
-) -> Cost:
-    """The cost that `text` names: `linear`, `linear:1,2`, `quadratic:d=500,context=true`,
-    `tiered:threshold=4096`, `flops:/path/to/config.json`.
+def make_cost(text: str, extend_weight: float | None = None, output_weight: float | None = None) -> Cost:
+    """The cost that `text` names: `linear`, `linear:1,2`, `quadratic:d=500,context=true`, `tiered:threshold=4096`.
 
-    After the name come its class's fields, in order or by name; those of `flops` by name only, because anything else
-    is the path of a model's configuration, which `read` reads. The two weights are for callers that have them apart;
+    After the name come its class's fields, in order or by name. The two weights are for callers that have them apart;
     they belong to a plain `linear`. Raises ValueError with one line.
     """
     text = text.strip()
@@ -258,8 +188,6 @@ def make_cost(
     if kind is None:
         raise ValueError(f"unknown cost {name!r}; there are {', '.join(COSTS)}")
     try:
-        if kind is Flops and written and "=" not in written.partition("/")[0]:
-            return Flops.of_config(_configuration(written, read))
         return kind(**_parameters(kind, written))
     except ValueError as error:
         raise ValueError(f"cost {name}: {error}") from None
@@ -290,25 +218,6 @@ def _parameters(kind: Any, written: str) -> dict[str, Any]:
     if missing:
         raise ValueError(f"needs {', '.join(missing)}")
     return found
-
-
-def _configuration(path: str, read: Reader | None) -> Mapping[str, Any]:
-    if read is None:
-        raise ValueError(f"the file {path} cannot be read here")
-    config = read(path)
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} does not hold a model's configuration")
-    return config
-
-
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ValueError(f"the model's configuration lacks {key}")
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} must be a whole number from 1, not {value!r}")
-    return value
 
 
 def _check_weights(extend_weight: float, output_weight: float) -> None:

@@ -172,7 +172,6 @@ class Dlpm(Policy):
             held = list(self._queues.held_clients())
             if not self._parked or any(self._eligible_from(client) <= self._round for client in held):
                 return None  # nobody waits, or only clients that are positive and held: no refill is due
-            self._before_refill()
             poorest = self._parked.first()
             assert poorest is not None
             self._round = min(self._eligible_from(client) for client in (poorest, *held))
@@ -254,40 +253,12 @@ class Dlpm(Policy):
     def bound(self, input_units: float, output_units: float) -> float | None:
         """2·(U + Q^u) / min weight (Theorem 4.1). With a predictor w_q·M is added to U + Q^u, whatever it predicts, and
         with `borrow` Q^u."""
-        return self._bound(input_units, output_units, self._largest_credit())
-
-    def _bound(self, input_units: float, output_units: float, credit: float) -> float:
         charged_ahead = 0 if self.predictor is None else output_units
-        borrowed = credit if self.borrow else 0
-        return (
-            2
-            * (input_units + output_units + charged_ahead + credit + borrowed)
-            / self.weights.smallest_ever()
-        )
+        credit = 2 * self.quantum if self.borrow else self.quantum
+        return 2 * (input_units + output_units + charged_ahead + credit) / self.weights.smallest_ever()
 
     def owes(self, client: str) -> bool:
         return self.deficit(client) < 0
-
-    def _before_refill(self) -> None:
-        """A refill is due. For policies that change the quantum."""
-
-    def _change_quantum(self, quantum: float) -> None:
-        """Use `quantum` from the refill on that is due. Nobody gains or loses: what was granted stays, and credit above
-        the new quantum is kept as a refund. O(known clients)."""
-        for account in self._deficits.values():
-            account.refilled = self._is_refilled(account)
-            credit = self._units(account) + account.refund
-            account.units, account.settled = min(credit, quantum), self._round
-            account.refund = credit - account.units
-        self.quantum = checked_quantum(quantum)
-        for client in self._queues:
-            self._seat(client)
-        for client in list(self._debtors):
-            self._debtors.put(client, (self._eligible_from(client), client))
-
-    def _largest_credit(self) -> float:
-        """The largest credit that a client can have, not counting refunds of predicted output."""
-        return self.quantum
 
     def _account(self, client: str) -> Deficit:
         account = self._deficits.get(client)

@@ -188,7 +188,7 @@ class Policy(ABC):
 
     def recent_bound(self, input_units: float, output_units: float) -> float | None:
         """The same for intervals in which a client waits that waits now; the units are those that still matter to one
-        of these. Differs from `bound` if that remembers more: of weights, or of a policy that changes."""
+        of these. Differs from `bound` if that remembers more of weights."""
         return self._by_recent_weights(self.bound(input_units, output_units))
 
     def _by_recent_weights(self, bound: float | None) -> float | None:
@@ -200,9 +200,6 @@ class Policy(ABC):
     def owes(self, client: str) -> bool:
         """Whether what `client` was charged is not paid back yet, so that its counter may be far from others'."""
         return False
-
-    def all_waited_anew(self) -> None:
-        """Everybody who waits has begun to since the last call."""
 
 
 DEFAULT_QUANTUM = 2000.0

@@ -128,10 +128,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         quantum=checked_quantum(given["quantum"]) if "quantum" in given else None,
         options=given.get("policy_options", ""),
         cost=make_cost(
-            given.get("cost", Linear.name),
-            given.get("extend_weight"),
-            given.get("output_weight"),
-            read=read_json,
+            given.get("cost", Linear.name), given.get("extend_weight"), given.get("output_weight")
         ),
         client_weights=checked_weights(given.get("client_weights", {})),
         payer=payer,

@@ -190,8 +190,7 @@ class Fairness(Fields):
     cost: Annotated[
         str | None,
         About(
-            "What service costs: linear, profiled, quadratic:d=1000, tiered:threshold=4096, or "
-            "flops:/path/to/the/model/config.json.",
+            "What service costs: linear, profiled, quadratic:d=1000 or tiered:threshold=4096.",
             metavar="COST",
             unset="linear",
             fair="cost",

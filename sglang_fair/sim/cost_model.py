@@ -25,16 +25,18 @@ Not modelled: several GPUs per replica, quantized weights, speculative decoding,
 that a prefix shared by many requests of a batch may be read once for all of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
 from sglang_fair.common.pairs import split_pairs, typed
-from sglang_fair.core.cost import Reader
 from sglang_fair.sim.gpus import GPUS, Gpu
 from sglang_fair.sim.shapes import SHAPES, ModelShape
+
+Reader = Callable[[str], Any]
+"""What the JSON file at a path holds (`common.files.read_json`). Raises ValueError with one line."""
 
 
 class CostModel(Protocol):

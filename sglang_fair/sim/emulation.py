@@ -3,8 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_fair.core.cost import Reader
-from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model, to_json
+from sglang_fair.sim.cost_model import CostModel, Reader, Scaled, kv_tokens, make_cost_model, to_json
 from sglang_fair.sim.gpus import GPUS, Gpu
 from sglang_fair.sim.shapes import SHAPES, ModelShape
 

@@ -1,20 +1,14 @@
 """Cost functions: charges telescope, grow and sum to the closed forms; the bounds bound; texts are read."""
 
-import json
 import math
 import random
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_fair.common.files import read_json
-from sglang_fair.core.cost import COSTS, Cost, Flops, Linear, Profiled, Quadratic, Tiered, describe, make_cost
-
-SMALL_LLAMA = Flops(parameters=106_168_320, layers=30, hidden=576)
+from sglang_fair.core.cost import COSTS, Cost, Linear, Profiled, Quadratic, Tiered, describe, make_cost
 
 EXAMPLES: Sequence[Cost] = (
     Linear(),
@@ -25,8 +19,6 @@ EXAMPLES: Sequence[Cost] = (
     Quadratic(d=math.inf),
     Tiered(threshold=300),
     Tiered(threshold=0, factor=3, extend_weight=0.5),
-    SMALL_LLAMA,
-    Flops(parameters=10, layers=3, hidden=8),
 )
 
 COST = st.sampled_from(EXAMPLES)
@@ -162,53 +154,6 @@ def test_the_tier_is_the_whole_prompts_from_the_chunk_that_crosses() -> None:
     assert cost(500, 0, cached_tokens=501) == 1000, "a long prompt is long although half of it was cached"
 
 
-def test_flops_are_the_sum_over_positions() -> None:
-    """2·P + 4·layers·hidden·t for the token at position t, whether it was read or written."""
-    cost = SMALL_LLAMA
-    first = 2 * cost.parameters
-    price = [(first + 4 * cost.layers * cost.hidden * t) / first for t in range(500)]
-    assert cost(1, 0) == 1
-    assert cost(300, 0) == pytest.approx(sum(price[:300]))
-    assert cost(100, 0, cached_tokens=200) == pytest.approx(sum(price[200:300]))
-    assert cost(100, 50, cached_tokens=200) == pytest.approx(sum(price[200:350]))
-
-
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_hidden_layers": 30,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-}
-
-
-def test_flops_of_a_models_configuration() -> None:
-    """SmolLM2-135M: 134.5 million parameters, of which its tied embedding is 28.3 million."""
-    cost = Flops.of_config(LLAMA)
-    assert cost == SMALL_LLAMA
-    embedding, norms = 49152 * 576, (2 * 30 + 1) * 576
-    assert cost.parameters + embedding + norms == 134_515_008
-    assert Flops.of_config({**LLAMA, "head_dim": 128}).hidden == 9 * 128
-    without = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
-    assert Flops.of_config(without).parameters == 30 * (4 * 576 * 576 + 3 * 576 * 1536)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not counted; there are llama"),
-        ({"hidden_size": None}, "lacks hidden_size"),
-        ({"num_hidden_layers": "30"}, "num_hidden_layers must be a whole number from 1, not '30'"),
-    ],
-)
-def test_a_configuration_that_cannot_be_counted(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=r"^[^\n]*$") as refusal:
-        Flops.of_config({**LLAMA, **change})
-    assert said in str(refusal.value)
-
-
 # ---- texts
 
 
@@ -224,7 +169,6 @@ def test_a_configuration_that_cannot_be_counted(change: dict[str, Any], said: st
         ("quadratic:d=1e3, context=True", Quadratic(1000, context=True)),
         ("tiered:threshold=4096,factor=2", Tiered(4096, 2)),
         ("tiered:inf", Tiered(math.inf)),
-        ("flops:parameters=10,layers=3,hidden=8", Flops(10, 3, 8)),
     ],
 )
 def test_a_text_names_a_cost(text: str, cost: Cost) -> None:
@@ -235,20 +179,6 @@ def test_a_cost_is_described_by_a_text_that_names_it() -> None:
     assert {type(cost).__name__.lower() for cost in EXAMPLES} == set(COSTS)
     for cost in EXAMPLES:
         assert make_cost(describe(cost)) == cost
-
-
-def test_flops_of_a_file(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(LLAMA))
-    assert make_cost(f"flops:{config}", read=read_json) == SMALL_LLAMA
-    config.write_text("{")
-    with pytest.raises(ValueError, match=r"^cost flops: '.*config.json' is not a JSON file: [^\n]*$"):
-        make_cost(f"flops:{config}", read=read_json)
-    config.write_text("[]")
-    with pytest.raises(ValueError, match="does not hold a model's configuration"):
-        make_cost(f"flops:{config}", read=read_json)
-    with pytest.raises(ValueError, match=f"^cost flops: cannot read {tmp_path}/none: No such file"):
-        make_cost(f"flops:{tmp_path}/none", read=read_json)
 
 
 def test_the_weights_apart_belong_to_the_plain_linear_cost() -> None:
@@ -262,7 +192,7 @@ def test_the_weights_apart_belong_to_the_plain_linear_cost() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "unknown cost ''; there are linear, profiled, quadratic, tiered, flops"),
+        ("", "unknown cost ''; there are linear, profiled, quadratic, tiered"),
         ("cheap", "unknown cost 'cheap'"),
         ("linear:1,2,3", "unknown parameter '3'; there are extend_weight, output_weight"),
         ("linear:one", "extend_weight must be a number, not 'one'"),
@@ -276,13 +206,9 @@ def test_the_weights_apart_belong_to_the_plain_linear_cost() -> None:
         ("quadratic:context=maybe", "context must be true or false, not 'maybe'"),
         ("tiered", "cost tiered: needs threshold"),
         ("tiered:5,0.5", "factor must be a finite number, at least 1, not 0.5"),
-        ("flops", "cost flops: needs parameters, layers, hidden"),
-        ("flops:layers=2,hidden=8,parameters=1.5", "parameters must be a whole number, not '1.5'"),
-        ("flops:/no/such/config.json", "cannot read /no/such/config.json: No such file"),
-        ("flops:\0", "is not a JSON file"),
     ],
 )
 def test_a_bad_text_is_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refusal:
-        make_cost(text, read=read_json)
+        make_cost(text)
     assert said in str(refusal.value)

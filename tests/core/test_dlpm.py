@@ -46,11 +46,10 @@ class LiteralDlpm(Literal):
     beside q and l. A held request stays in the queue and is skipped, its client keeps its say in the refill.
     Clients that are new start with a quantum and go first, within what `for_new` allows: it is worth that a new client
     was welcomed with, or what it was charged if that is more. It is known once a request of it is admitted after a
-    round that followed its first charge. `changes` are the quanta from each refill on.
+    round that followed its first charge.
     """
 
     quantum: int = 0
-    changes: list[int] = field(default_factory=list)
     newcomers: int = 4
     q: dict[str, int] = field(default_factory=dict)
     charged: set[str] = field(default_factory=set)
@@ -86,15 +85,12 @@ class LiteralDlpm(Literal):
         return not is_new, -job.prefix_tokens, job.arrival
 
     def pick(self) -> Job | None:
-        changes = self.changes[:1]
         while any(job not in self.held for job in self.waiting):
             for job in sorted(self.waiting, key=self.order):
                 if self.q[job.client] > 0 and job not in self.held:
                     return job
             if any(self.q[job.client] > 0 for job in self.waiting):
                 return None
-            if changes:
-                self.quantum, changes = self.changes.pop(0), []
             for client in self.q:
                 if self.q[client] <= 0:
                     self.q[client] += self.quantum
@@ -142,25 +138,6 @@ def test_new_clients_start_with_a_quantum_within_their_limit(quantum, seed, newc
 @given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32))
 def test_rounds_are_literal_while_requests_are_held(quantum, seed):
     Twins(Dlpm(quantum=quantum), LiteralDlpm(quantum=quantum), seed, holds=True).run(100)
-
-
-class Changing(Dlpm):
-    """Its quantum is the next of `changes` from each refill on."""
-
-    changes: list[int]
-
-    def _before_refill(self) -> None:
-        if self.changes:
-            self._change_quantum(self.changes.pop(0))
-
-
-@settings(DLPM, max_examples=examples(100))
-@given(changes=st.lists(st.integers(1, 80), max_size=30), seed=st.integers(0, 2**32), holds=st.booleans())
-def test_rounds_are_literal_while_the_quantum_changes(changes, seed, holds):
-    """Nobody gains or loses by a change: q is the sum of what was granted and charged, whatever the quantum is."""
-    policy = Changing(quantum=20)
-    policy.changes = list(changes)
-    Twins(policy, LiteralDlpm(quantum=20, changes=changes), seed, holds=holds).run(100)
 
 
 # ---- whole steps of Algorithm 1

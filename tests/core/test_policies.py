@@ -27,7 +27,7 @@ from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Req
 
 CONFORMANCE = settings(max_examples=examples(20))
 every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
-BOUNDED = ("vtc", "vtc-oracle", "drr", "dlpm", "dlpm-predict", "dlpm-adaptive", "wsc", "wsc-dlpm", "slo")
+BOUNDED = ("vtc", "vtc-oracle", "drr", "dlpm", "dlpm-predict", "wsc", "wsc-dlpm", "slo")
 """Policies that limit the difference between two clients. Tests of theorems hold each of them to its bound."""
 seeds = st.integers(0, 2**32)
 

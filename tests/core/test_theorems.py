@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy
-from sglang_fair.core.adaptive import DlpmAdaptive
-from sglang_fair.core.cost import Cost, Flops, Linear, Profiled, Quadratic, Tiered
+from sglang_fair.core.cost import Cost, Linear, Profiled, Quadratic, Tiered
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.drr import Drr
 from sglang_fair.core.job import Job
@@ -171,7 +170,6 @@ COSTS: list[Cost] = [
     Quadratic(d=8.0),
     Quadratic(d=8.0, context=True),
     Tiered(threshold=6),
-    Flops(parameters=10, layers=2, hidden=3),
 ]
 
 
@@ -218,24 +216,11 @@ class Readings(Trace):
         return worst
 
 
-@dataclass
-class Wandering(DlpmAdaptive):
-    """Its quantum is the next of `path`, over and over, from each refill on."""
-
-    path: tuple[int, ...] = (1, 200, 5)
-    refilled: int = 0
-
-    def _wanted(self) -> float:
-        self.refilled += 1
-        return self.path[self.refilled % len(self.path)]
-
-
 READ: dict[str, tuple[Callable[[Weights], Policy], float]] = {
     "vtc": (lambda weights: Vtc(weights=weights), 2.0),
     "dlpm": (lambda weights: Dlpm(quantum=10, weights=weights), 1.0),
     "dlpm-predict": (lambda weights: DlpmPredict(quantum=10, weights=weights), 1.0),
     "drr": (lambda weights: Drr(quantum=10, weights=weights), 1.0),
-    "dlpm-adaptive": (lambda weights: Wandering(quantum=100, min_quantum=1, weights=weights), 1.0),
 }
 """Each policy, and how far a client that waits may fall behind any other, in units of its bound."""
 

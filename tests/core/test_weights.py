@@ -112,7 +112,7 @@ def loaded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["dlpm", "dlpm-predict", "vtc", "drr", "dlpm-adaptive"])
+@pytest.mark.parametrize("policy", ["dlpm", "dlpm-predict", "vtc", "drr"])
 def test_new_service_is_by_the_new_weight_inside_the_bound(policy):
     replica, go_on = loaded(policy)
     go_on(1.0, 1, 400)

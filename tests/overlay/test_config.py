@@ -1,13 +1,11 @@
 """The overlay's settings: arguments and environment, good and bad. Needs no engine."""
 
 import argparse
-import json
-from pathlib import Path
 
 import pytest
 
 from sglang_fair.core import POLICIES
-from sglang_fair.core.cost import Cost, Flops, Linear, Profiled, Quadratic, Tiered
+from sglang_fair.core.cost import Cost, Linear, Profiled, Quadratic, Tiered
 from sglang_fair.core.options import shown
 from sglang_fair.overlay import config
 
@@ -136,16 +134,6 @@ def test_the_cost_reaches_the_processes_that_sglang_starts(
 ) -> None:
     adopt(arguments, environ)
     assert config.read(environ).cost == cost
-
-
-def test_a_child_does_not_read_the_models_configuration_again(tmp_path: Path) -> None:
-    shape = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "llama", **shape}))
-    environ: dict[str, str] = {}
-    adopt(["--fair-cost", f"flops:{file}"], environ)
-    file.unlink()
-    assert config.read(environ).cost == Flops(3 * (4 * 8 * 8 + 3 * 8 * 16), 3, 8)
 
 
 class TestWeightsAtRunTime:

@@ -86,8 +86,6 @@ def test_knobs_are_the_policys_with_their_defaults(name):
         expected["quantum"] = written(policy.quantum)
     if policy.weights is not None:
         expected["weights"] = "1 for everybody"
-    if name == "dlpm-adaptive":  # the target that holds where none is given
-        expected["target_hit_rate"] += " if neither is given"
     assert knobs(OUR_POLICIES[name]["Knobs"]) == expected
 
 

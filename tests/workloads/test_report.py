@@ -338,7 +338,7 @@ def test_a_case_survives_json_and_refuses_unknown_names():
         LiveCase(schedulers=("best",))
     with pytest.raises(ValueError, match="no scheduler"):
         LiveCase(schedulers=())
-    assert LiveCase(schedulers=("least_tokens+dlpm-adaptive",)).repeats == 2
+    assert LiveCase(schedulers=("least_tokens+dlpm-predict",)).repeats == 2
     with pytest.raises(ValueError, match="unknown workload"):
         LiveCase(workloads=("tot",))
 

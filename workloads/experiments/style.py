@@ -15,7 +15,6 @@ SCHEDULERS: Mapping[str, str] = {
     "D2LPM, stall bound": "#7fb0e0",
     "D2LPM by queues": "#12375f",
     "LMetric": "#8c6d1f",
-    "DLPM (adaptive)": "#5b93d1",
     "VTC": "#d1682b",
     "VTC (predict)": "#e39b55",
     "VTC (±50%)": "#b8a12c",

@@ -167,7 +167,7 @@ class Site:
 
     def service_cost(self) -> Cost:
         """The cost function that replicas charge by."""
-        return make_cost(self.cost, self.extend_weight, self.output_weight, read=read_json)
+        return make_cost(self.cost, self.extend_weight, self.output_weight)
 
     def make_policy(self) -> Policy:
         """A new policy object for one replica."""
