@@ -1,4 +1,4 @@
-"""The last requests of a replica, each with what it waited for: who asks why a request took so long finds it here.
+"""The last requests of a replica, each with what it waited for: why a request took so long is looked up here.
 
     waits      how long it waited, by cause                                     (`waits`)
     overtakes  by how many later ones, in how many batches                      (`overtakes`)
@@ -6,15 +6,14 @@
     counter    the policy's counter of its client when it came and when it was admitted, and the refills between
     service    when its prompt and its answer were computed, and how it ended
 
-Nobody else is in it by name, and no text: others are numbers. An id may be anything, and come again: whoever looks one
-up gets all requests that had it, the latest first, and says for which client it asks.
+No other client is in it by name, and no text: others are numbers. An id may be anything, and come again: a look-up
+finds all requests that had it, the latest first, and can be limited to one client.
 
 Bounded: those that are here, and the last `most` of those that are not, ids cut at `MOST_ID`. Cost: O(log waiting) for
-a request, O(what changed) for a pass. What a wait was made of is added up when somebody asks.
+a request, O(what changed) for a pass. What a wait was made of is added up when it is looked up.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -37,11 +36,21 @@ MOST_FOUND = 16
 NS = 1_000_000_000
 
 Outcome = Literal["finished", "aborted", "refused"]
-"""How a request ended: it was answered; somebody gave it up; it could not wait here."""
+"""How a request ended: it was answered; it was given up; it could not wait here."""
+
+TOKENS = (
+    "prompt_tokens",
+    "max_output_tokens",
+    "extend_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "retractions",
+)
+_numbers = attrgetter(*TOKENS)
 
 
 class EvictedFor(NamedTuple):
-    """What is told of the one for whom a request was taken back."""
+    """What is shown of the request for which another one was taken back."""
 
     same_client: bool
     tier: int
@@ -55,7 +64,7 @@ class Entry:
 
     id: str
     job: Job | None
-    """While it is here. What is to be known of it later is copied at its end."""
+    """While it is here. What is shown of it later is copied at its end."""
     client: str
     came_ns: int
     counter_at_arrival: float | None
@@ -64,9 +73,7 @@ class Entry:
     running_at_arrival: int
     waits: tuple[Wait, ...] = ()
     """One, and one more for each time that it was taken back."""
-    before: "Entry | None" = None
-    after: "Entry | None" = None
-    """Those that have its id too."""
+    evicted_for: tuple[EvictedFor, ...] = ()
     overtaken: Overtaken | None = None
     counter_at_admission: float | None = None
     refills: int | None = None
@@ -77,24 +84,11 @@ class Entry:
     outcome: Outcome | None = None
     reason: str = ""
     numbers: tuple[int, ...] = ()
-    """Of the job, when it ended."""
-
-
-_NUMBERS = (
-    "prompt_tokens",
-    "max_output_tokens",
-    "extend_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "retractions",
-)
-
-
-_numbers: Callable[[Job], tuple[int, ...]] = attrgetter(*_NUMBERS)
+    """`TOKENS` of the job, when it ended."""
 
 
 class Record:
-    """Is told what happens to requests, and tells it again. The server's own requests are not in it."""
+    """Notes what happens to requests. The server's own requests are not in it."""
 
     def __init__(self, policy: Policy, most: int = MOST_ENDED) -> None:
         self.waits = Waits()
@@ -103,10 +97,8 @@ class Record:
         self._most = most
         self._here: dict[Job, Entry] = {}
         self._ended: deque[Entry] = deque()
-        self._by_id: dict[str, Entry] = {}
-        """The latest of each id."""
-        self._evicted_for: dict[Entry, tuple[EvictedFor, ...]] = {}
-        """For whom requests were taken back; few were."""
+        self._by_id: dict[str, dict[Entry, None]] = {}
+        """The latest last."""
         self._running = 0
 
     # ---- what happens
@@ -117,12 +109,10 @@ class Record:
 
     def arrive(self, job: Job) -> None:
         """`job` waits; the policy knows it."""
-        if job.system:
-            return
-        entry = self._enter(job)
-        entry.waits = (self.waits.begin(job),)
-        self._overtakes.arrive(job)
-        self._here[job] = entry
+        if not job.system:
+            entry = self._here[job] = self._enter(job)
+            entry.waits = (self.waits.begin(job),)
+            self._overtakes.arrive(job)
 
     def refused(self, job: Job, reason: str) -> None:
         """`job` may not wait here."""
@@ -131,8 +121,7 @@ class Record:
 
     def admit(self, job: Job) -> None:
         """`job` is in the batch that is formed; nothing was charged for that yet."""
-        entry = self._here.get(job)
-        if entry is None:
+        if (entry := self._here.get(job)) is None:
             return
         self.waits.end(job)
         self._running += 1
@@ -150,28 +139,23 @@ class Record:
 
     def retract(self, job: Job) -> None:
         """`job` was taken back and waits again, before all others."""
-        entry = self._here.get(job)
-        if entry is not None:
+        if (entry := self._here.get(job)) is not None:
             self._running -= 1
             self.waits.stop(MEMORY)
             entry.waits += (self.waits.begin(job, first=True),)
 
     def evict(self, job: Job, urgent: Job) -> None:
         """`job` was taken back for `urgent`, and waits again as others of its client do."""
-        entry = self._here.get(job)
-        if entry is None:
-            return
-        self._running -= 1
-        entry.waits += (self.waits.begin(job),)
-        due_s = urgent.deadline_s
-        slack_s = None if due_s is None else due_s - self.waits.now_ns / NS
-        one = EvictedFor(urgent.client == job.client, urgent.tier, slack_s)
-        self._evicted_for[entry] = (*self._evicted_for.get(entry, ()), one)
+        if (entry := self._here.get(job)) is not None:
+            self._running -= 1
+            entry.waits += (self.waits.begin(job),)
+            due_s = urgent.deadline_s
+            slack_s = None if due_s is None else due_s - self.waits.now_ns / NS
+            entry.evicted_for += (EvictedFor(urgent.client == job.client, urgent.tier, slack_s),)
 
     def leave(self, job: Job) -> None:
         """`job`, which waited, was given up."""
-        entry = self._here.pop(job, None)
-        if entry is None:
+        if (entry := self._here.pop(job, None)) is None:
             return
         if entry.admitted_ns is None:
             entry.overtaken = self._overtakes.of(job)
@@ -182,35 +166,29 @@ class Record:
 
     def finish(self, job: Job, outcome: Outcome) -> None:
         """`job`, which ran, has ended."""
-        entry = self._here.pop(job, None)
-        if entry is not None:
+        if (entry := self._here.pop(job, None)) is not None:
             self._running -= 1
             self._end(entry, outcome)
 
     def end_pass(self, cause: str) -> None:
-        """A pass is over, and nobody else was admitted because of `cause` (`waits`)."""
+        """A pass is over, and nothing else was admitted because of `cause` (`waits`)."""
         self._overtakes.end_batch()
         policy = self._policy
         self.waits.end_pass(cause, policy.turns(), policy.turn_cause if policy.has_turns() else None)
 
-    # ---- who asks
+    # ---- what is read
 
     def find(self, request_id: str, client: str | None = None) -> list[dict[str, Any]]:
         """The requests that have or had this id, the latest first, `MOST_FOUND` at most; of `client` only, if one is
         given. JSON-ready, times in seconds."""
-        found = (entry for entry in self._same(request_id[:MOST_ID]) if client in (None, entry.client))
+        entries = reversed(self._by_id.get(request_id[:MOST_ID], {}))
+        found = (entry for entry in entries if client in (None, entry.client))
         return [self._shown(entry) for entry in islice(found, MOST_FOUND)]
 
     def __len__(self) -> int:
         return len(self._here) + len(self._ended)
 
     # ---- inside
-
-    def _same(self, request_id: str) -> Iterator[Entry]:
-        entry = self._by_id.get(request_id)
-        while entry is not None:
-            yield entry
-            entry = entry.before
 
     def _enter(self, job: Job) -> Entry:
         policy = self._policy
@@ -224,9 +202,7 @@ class Record:
             len(self.waits),
             self._running,
         )
-        if (before := self._by_id.get(entry.id)) is not None:
-            entry.before, before.after = before, entry
-        self._by_id[entry.id] = entry
+        self._by_id.setdefault(entry.id, {})[entry] = None
         return entry
 
     def _end(self, entry: Entry, outcome: Outcome, reason: str = "") -> None:
@@ -235,77 +211,54 @@ class Record:
         entry.ended_ns, entry.outcome, entry.reason = self.waits.now_ns, outcome, reason
         self._ended.append(entry)
         if len(self._ended) > self._most:
-            self._forget(self._ended.popleft())
+            oldest = self._ended.popleft()
+            same = self._by_id[oldest.id]
+            del same[oldest]
+            if not same:
+                del self._by_id[oldest.id]
 
     def _refills_since(self, entry: Entry) -> int | None:
         now, before = self._policy.refills, entry.refills_at_arrival
         return None if now is None or before is None else now - before
 
-    def _forget(self, entry: Entry) -> None:
-        self._evicted_for.pop(entry, None)
-        before, after = entry.before, entry.after
-        if before is not None:
-            before.after = after
-        if after is not None:
-            after.before = before
-        elif before is not None:
-            self._by_id[entry.id] = before
-        else:
-            del self._by_id[entry.id]
-        entry.before = entry.after = None
-
     def _shown(self, entry: Entry) -> dict[str, Any]:
         now_ns, job = self.waits.now_ns, entry.job
         overtaken, refills = entry.overtaken or Overtaken(0, 0), entry.refills
         if job is not None and entry.admitted_ns is None:
-            overtaken = self._overtakes.of(job)
-            refills = self._refills_since(entry)
-        waited_ns, by_cause, again_ns = 0, dict[str, int](), 0
-        for number, wait in enumerate(entry.waits):
-            now = self.waits.stamp(wait) if wait.ended is None else None
-            spent_ns = wait.total(now)
-            waited_ns += spent_ns
-            again_ns += spent_ns if number else 0
-            for cause, spent in wait.by_cause(now).items():
-                by_cause[cause] = by_cause.get(cause, 0) + spent
+            overtaken, refills = self._overtakes.of(job), self._refills_since(entry)
+        by_wait = [self.waits.spent_ns(wait) for wait in entry.waits]
+        by_cause = {
+            cause: sum(spent.get(cause, 0) for spent in by_wait) for spent in by_wait for cause in spent
+        }
+        waits_now = bool(entry.waits) and entry.waits[-1].ended is None
         until_ns = now_ns if entry.ended_ns is None else entry.ended_ns
-        prefill_ns = decode_ns = None
+        prefill_s = decode_s = None
         if entry.admitted_ns is not None:
             computed_ns = until_ns if entry.computed_ns is None else entry.computed_ns
-            prefill_ns = computed_ns - entry.admitted_ns
-            if entry.computed_ns is not None:
-                decode_ns = until_ns - entry.computed_ns
+            prefill_s = (computed_ns - entry.admitted_ns) / NS
+            decode_s = None if entry.computed_ns is None else (until_ns - computed_ns) / NS
         return {
             "id": entry.id,
             "client": entry.client,
-            "state": "ended" if job is None else "waiting" if _waits(entry) else "running",
+            "state": "ended" if job is None else "waiting" if waits_now else "running",
             "outcome": entry.outcome,
             "reason": entry.reason,
             "came_s_ago": (now_ns - entry.came_ns) / NS,
             "waiting_at_arrival": entry.waiting_at_arrival,
             "running_at_arrival": entry.running_at_arrival,
-            "waited_s": waited_ns / NS,
-            "waited_again_s": again_ns / NS,
-            "waited_for_s": {cause: spent / NS for cause, spent in sorted(by_cause.items(), key=_longest)},
+            "waited_s": sum(by_cause.values()) / NS,
+            "waited_again_s": sum(sum(spent.values()) for spent in by_wait[1:]) / NS,
+            "waited_for_s": {
+                cause: spent / NS
+                for cause, spent in sorted(by_cause.items(), key=lambda one: (-one[1], one[0]))
+            },
             "overtaken_by": overtaken.requests,
             "overtaken_in_batches": overtaken.batches,
             "counter_at_arrival": entry.counter_at_arrival,
             "counter_at_admission": entry.counter_at_admission,
             "refills": refills,
-            "evicted_for": [one._asdict() for one in self._evicted_for.get(entry, ())],
-            "prefill_s": _seconds(prefill_ns),
-            "decode_s": _seconds(decode_ns),
-            **dict(zip(_NUMBERS, entry.numbers if job is None else _numbers(job), strict=True)),
+            "evicted_for": [one._asdict() for one in entry.evicted_for],
+            "prefill_s": prefill_s,
+            "decode_s": decode_s,
+            **dict(zip(TOKENS, entry.numbers if job is None else _numbers(job), strict=True)),
         }
-
-
-def _waits(entry: Entry) -> bool:
-    return bool(entry.waits) and entry.waits[-1].ended is None
-
-
-def _longest(item: tuple[str, int]) -> tuple[int, str]:
-    return -item[1], item[0]
-
-
-def _seconds(ns: int | None) -> float | None:
-    return None if ns is None else ns / NS
