@@ -5,7 +5,7 @@ are the engine's to judge. Everything else about a candidate is decided here:
 
     look-ups      which waiting requests are matched against the cache before the pass (`lookups`)
     twins         a request whose next tokens are being computed for another one is passed over: one step later they
-                  are a cache hit. Only for policies that allow it (`Policy.waits_for_prefixes`)
+                  are a cache hit (`twins`)
     corrections   a candidate that lost cached tokens since its look-up is offered again only if it is still first
     steps         whether the step is for prompts at all, or for those that run, and how long it may be (`steps`)
     eviction      which running requests are taken back for a more urgent one, if the policy has that (`preemption`)
@@ -33,16 +33,17 @@ The engine is reached through one function, `match`. The engine, or what models 
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from sglang_fair.core.job import Job
-from sglang_fair.core.ledger import SYSTEM
+from sglang_fair.core.listener import Listener
 from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.preemption import Preemption
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Outcome, Record
+from sglang_fair.core.sharing import PromptsFirst, Sharing
 from sglang_fair.core.steps import Steps
-from sglang_fair.core.waits import BATCH, ENGINE, MEMORY, PREFIX, RUNNING, STEP
+from sglang_fair.core.twins import Twins
+from sglang_fair.core.waits import ENGINE, PREFIX, RUNNING, STEP
 
 Match = tuple[int, Hashable | None]
 """Cached tokens of a prompt, and a name for the tokens behind them (`Job.block`)."""
@@ -72,13 +73,6 @@ def samples(prefix_tokens: int, prompt_tokens: int) -> tuple[int, int, int] | No
     return prefix_tokens, 0, prefix_tokens // 2
 
 
-@dataclass(slots=True, eq=False)
-class Computation:
-    """A step of the engine that computes `job`'s prompt from some block on."""
-
-    job: Job
-
-
 class Admission:
     """Decides which requests of `queue` join the next batch. `match` looks a waiting request up in the cache.
 
@@ -88,17 +82,18 @@ class Admission:
     def __init__(self, queue: FairQueue, match: Callable[[Job], Match], steps: Steps | None = None) -> None:
         self.queue = queue
         self.steps = steps
-        if steps is not None:
-            queue.reweighed.append(steps.reweigh)
         self.record = Record(queue.policy)
         most = queue.policy.evictions
         self.preemption = Preemption(most, queue.policy.owes) if most else None
-        """Whom to take back for whom. None: the policy takes nobody back."""
+        """What to take back for what. None: the policy takes nothing back."""
         self._match = match
+        self._rule = PromptsFirst() if steps is None else Sharing(steps, queue)
         self._look_ups = LookUps()
+        self._twins = Twins(waits=queue.policy.waits_for_prefixes)
+        self.listeners: list[Listener] = [self.record, self._look_ups, self._twins, self._rule]
+        if self.preemption is not None:
+            self.listeners.append(self.preemption)
         self._cached_tokens = 0
-        self._computing: dict[Hashable, Computation] = {}
-        """What is being computed, by its first block."""
         self._corrections_left = CORRECTIONS_PER_PASS
         self._deferrals_left = DEFERRALS_PER_PASS
         self._passed_over: Job | None = None
@@ -111,56 +106,49 @@ class Admission:
         """Those that run have their turn: this pass has no candidates."""
         self._can_decode: Callable[[], bool] = lambda: True
 
-    # ---- who waits
+    # ---- which requests wait
 
     def tick(self, now_s: float) -> None:
         """It is `now_s`; see `FairQueue.tick`."""
         self.queue.tick(now_s)
-        self.record.tick(now_s)
-        if self.steps is not None:
-            self.steps.tick(now_s)
+        for listener in self.listeners:
+            listener.tick(now_s)
 
     def refuses(self, job: Job) -> str | None:
         """Why a new request may not wait here, for its sender; None: it may, and `arrive` follows at once."""
         reason = self.queue.refuses(job)
         if reason is not None:
-            self.record.refused(job, reason)
+            for listener in self.listeners:
+                listener.refused(job, reason)
         return reason
 
     def arrive(self, job: Job) -> None:
         """A request joined the queue. ValueError if its id is already here."""
         self.queue.arrive(job)
-        self.record.arrive(job)
-        self._look_ups.arrive(job)
-        if self.steps is not None and not job.system:
-            self.steps.arrive(job.client)
+        for listener in self.listeners:
+            listener.arrive(job)
 
     def leave(self, job: Job) -> None:
         """A waiting request was aborted."""
-        self.record.leave(job)
+        self._stuck.discard(job.client)
         self.queue.leave(job.id)
-        self._look_ups.leave(job)
-        self._gone(job)
+        for listener in self.listeners:
+            listener.leave(job)
 
     def retract(self, job: Job) -> None:
         """The engine took a running request back: it waits, first in line."""
-        self._stop_running(job)
-        self._stop_computing(job)
         self.queue.retract(job)
-        self.record.retract(job)
-        self._look_ups.arrive(job)
+        for listener in self.listeners:
+            listener.retract(job)
 
     def evict(self, job: Job, urgent: Job) -> None:
         """The engine took the running `job` back for `urgent` (`Preemption.choose`), and has kept what it computed: it
-        waits by the policy. ValueError if the policy takes nobody back."""
+        waits by the policy. ValueError if the policy takes nothing back."""
         if self.preemption is None:
             raise ValueError(f"policy {self.queue.policy.name} takes no request back")
-        self.preemption.taken_back(job)
-        self._stop_running(job)
-        self._stop_computing(job)
         self.queue.evict(job)
-        self.record.evict(job, urgent)
-        self._look_ups.arrive(job)
+        for listener in self.listeners:
+            listener.evict(job, urgent)
 
     def urgent(self) -> Job | None:
         """Between two passes: the request that is next by the policy, if running ones may be taken back for it and
@@ -206,7 +194,7 @@ class Admission:
 
     def chunk_tokens(self) -> int | None:
         """Most prompt tokens of this step; None: as many as the engine will."""
-        return None if self.steps is None else self.steps.chunk_tokens()
+        return self._rule.chunk_tokens()
 
     def chunk_of(self, job: Job, tokens: int, block: Hashable | None = None) -> int:
         """Of the `tokens` that the step may have, how many the prompt `job`, which was cut, may have from `block` on:
@@ -248,43 +236,38 @@ class Admission:
         self, job: Job, *, extend_tokens: int, cached_tokens: int, path: Sequence[Hashable] = ()
     ) -> None:
         """`job` is in the batch; the arguments are those of `Account.begin`."""
-        self.record.admit(job)
-        self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
-        self._start_computing(job)
-        self._look_ups.leave(job)
+        for listener in self.listeners:
+            listener.admit(job)
         self._stuck.discard(job.client)
-        if self.steps is not None and not job.system:
-            self.steps.admit(job.client)
+        self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
 
     def end_pass(self, cause: str | None) -> None:
         """A batch was formed, or could not be. `cause` is why the engine admitted nobody else (`waits`); None: it was
         offered nobody else."""
-        if self.steps is not None and cause in (BATCH, MEMORY):
-            self.steps.full()
-        self.record.end_pass(cause or (RUNNING if self._held else STEP if self._deferrals_left else PREFIX))
+        found = cause or (RUNNING if self._held else STEP if self._deferrals_left else PREFIX)
+        for listener in self.listeners:
+            listener.end_pass(found)
 
     # ---- prompts that are being computed
 
     def extend(self, job: Job, tokens: int, block: Hashable | None) -> None:
         """The batch computes `tokens` more of an admitted prompt, from `block` on."""
-        if job.block is not None:
-            self._look_ups.inserted(job.block)
-        self._stop_computing(job)
+        for listener in self.listeners:
+            listener.cached(job)
         if block is not None:
             job.block = block
-            self._start_computing(job)
+            self._twins.admit(job)
         self.queue.account.extend(job, tokens)
 
     def computed(self, jobs: Iterable[Job]) -> None:
         """A batch of prompts is done: what it computed of `jobs`, the running requests in it, is in the cache."""
         self._look_ups.changed()
         for job in jobs:
-            if job.block is not None:
-                self._look_ups.inserted(job.block)
-            self._stop_computing(job)
-            if not job.decoding and job.reached_tokens >= job.prompt_tokens:
-                self.record.computed(job)
-                self._start_decoding(job)
+            is_whole = not job.decoding and job.reached_tokens >= job.prompt_tokens
+            for listener in self.listeners:
+                listener.cached(job)
+                if is_whole:
+                    listener.computed(job)
 
     def step(
         self,
@@ -295,18 +278,15 @@ class Admission:
         requests: int = 0,
     ) -> None:
         """A step is over, `computed` included; the arguments are those of `Steps.step`."""
-        if self.steps is not None:
-            self.steps.step(duration_s, extended, decoded=decoded, requests=requests)
-        if self.preemption is not None:
-            self.preemption.step(duration_s, extended_tokens=sum((extended or {}).values()), decoded=decoded)
+        for listener in self.listeners:
+            listener.step(duration_s, extended or {}, decoded=decoded, requests=requests)
 
     def finish(self, job: Job, outcome: Outcome = "finished") -> None:
         """A running request ended, by itself or by abort."""
-        self.record.finish(job, outcome)
-        self._stop_running(job)
-        self._stop_computing(job)
+        self._stuck.discard(job.client)
         self.queue.finish(job.id)
-        self._gone(job)
+        for listener in self.listeners:
+            listener.finish(job, outcome)
 
     # ---- what the rules are made of
 
@@ -319,60 +299,29 @@ class Admission:
         self._look_ups.looked_up(job)
 
     def is_being_computed(self, job: Job) -> bool:
-        """Whether to wait for another request's prefill that starts with the tokens which `job` needs next.
-
-        Not for a second computation of the same prefix, if the first did not lengthen what the cache has: then the
-        cache does not keep it.
-        """
-        if job.block is None or not self.queue.policy.waits_for_prefixes:
-            return False
-        computation = self._computing.get(job.block)
-        if computation is None or computation.job is job:
-            return False
-        return computation is job.waited_for or job.prefix_tokens > job.waited_at_tokens
+        """Whether to wait for another request's prefill that starts with the tokens which `job` needs next."""
+        return self._twins.is_being_computed(job)
 
     def _needed_beside(self, job: Job, block: Hashable | None = None) -> int:
         """Tokens of the prompt that is next, if it is another client's than that of `job` and may be computed beside it
         or in its place; else 0. `block`: what `job` is about to compute."""
         other = self._next()
-        if other is None or other.client == job.client or not self._may_join(other):
+        if other is None or other.client == job.client or not self._rule.may_prefill(other):
             return 0
-        if block is not None and other.block == block and self.queue.policy.waits_for_prefixes:
+        if self._twins.will_wait(other, block):
             return 0  # it will wait for what this very step computes
         return other.prompt_tokens + other.output_tokens - other.prefix_tokens
 
-    def _may_join(self, job: Job) -> bool:
-        return self.steps is None or self.steps.may_prefill(SYSTEM if job.system else job.client)
-
     def _may_prefill(self, job: Job) -> bool:
-        if self.steps is None or self._may_join(job):
+        if self._rule.may_prefill(job):
             return True
         if not self._held and not self._can_decode():
-            self.steps.forced()
+            self._rule.forced()
             return True
-        self.steps.held += not self._held
-        self._held = True
+        if not self._held:
+            self._held = True
+            self._rule.held()
         return False
-
-    def _start_decoding(self, job: Job) -> None:
-        if self.steps is not None and not job.system:
-            job.decoding = True
-            self.steps.decode(job.client)
-
-    def _stop_running(self, job: Job) -> None:
-        if self.steps is None or job.system:
-            return
-        if job.decoding:
-            job.decoding = False
-            self.steps.stop(job.client)
-        self.steps.release(job.client)
-
-    def _gone(self, job: Job) -> None:
-        self._stuck.discard(job.client)
-        if self.preemption is not None:
-            self.preemption.gone(job)
-        if self.steps is not None and not job.system:
-            self.steps.leave(job.client)
 
     def _next(self) -> Job | None:
         while self._deferrals_left:
@@ -389,11 +338,9 @@ class Admission:
         return None
 
     def _holds_back(self, job: Job) -> bool:
-        if self.steps is None or job.system or job.repeating:
+        if job.system or job.repeating or not self._rule.holds_back(job) or not self._can_decode():
             return False
-        if not self.steps.holds_back(job.client) or not self._can_decode():
-            return False
-        self.steps.held_back += 1
+        self._rule.held_back()
         return True
 
     def _crowds_out(self, job: Job) -> bool:
@@ -401,9 +348,9 @@ class Admission:
             return False
         if self.preemption is not None and self.preemption.may_take_back(job):
             return False  # it is due
-        if self.steps is None or not self.steps.crowds_out(job.client, len(self.queue), self._could_run):
+        if not self._rule.crowds_out(job, len(self.queue), self._could_run):
             return False
-        self.steps.held_back += 1
+        self._rule.held_back()
         return True
 
     def _could_run(self, client: str) -> bool:
@@ -412,20 +359,7 @@ class Admission:
 
     def _defer(self, job: Job) -> None:
         """Pass `job` over because its prefix is being computed."""
-        if job.block is not None and (computation := self._computing.get(job.block)) is not job.waited_for:
-            job.waited_for, job.waited_at_tokens = computation, job.prefix_tokens
+        self._twins.defer(job)
         self._deferrals_left -= 1
         self.record.waits.hold(job, PREFIX)
         self.queue.hold(job)
-
-    def _start_computing(self, job: Job) -> None:
-        """An engine may compute the same block for two requests; the first one counts."""
-        if job.block is not None:
-            self._computing.setdefault(job.block, Computation(job))
-
-    def _stop_computing(self, job: Job) -> None:
-        if job.block is None:
-            return
-        computation = self._computing.get(job.block)
-        if computation is not None and computation.job is job:
-            del self._computing[job.block]

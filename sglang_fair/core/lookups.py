@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from sglang_fair.core.job import Job
+from sglang_fair.core.listener import Listener
 
 Group = dict[Job, None]
 """Requests whose next tokens are the same."""
 
 
 @dataclass
-class LookUps:
+class LookUps(Listener):
     """At most `most` look-ups per pass, of which `in_turn` are kept for requests that nothing points to."""
 
     most: int = 64
@@ -38,14 +39,25 @@ class LookUps:
     _unseen: int = field(default=0, init=False, repr=False)
 
     def arrive(self, job: Job) -> None:
-        """`job` waits and its prefix is unknown."""
         self._new[job] = None
 
+    def retract(self, job: Job) -> None:
+        self.arrive(job)
+
+    def evict(self, job: Job, urgent: Job) -> None:
+        self.arrive(job)
+
     def leave(self, job: Job) -> None:
-        """`job` does not wait any more."""
         self._new.pop(job, None)
         self._known.pop(job, None)
         self._ungroup(job)
+
+    def admit(self, job: Job) -> None:
+        self.leave(job)
+
+    def cached(self, job: Job) -> None:
+        if job.block is not None:
+            self.inserted(job.block)
 
     def looked_up(self, job: Job) -> None:
         """`job` was looked up: its prefix and its block are up to date."""

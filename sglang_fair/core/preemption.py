@@ -22,11 +22,12 @@ When those that run end is not known: each is taken to make the output that it a
 that is over. How long a decode step and a prompt token take is measured (`step`); before that, nobody is taken back.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from sglang_fair.core.job import Job
+from sglang_fair.core.listener import Listener
 from sglang_fair.core.slo import STEP_S, due_step
 
 LATER_S = 120.0
@@ -60,7 +61,7 @@ def _nobody(client: str) -> bool:
 
 
 @dataclass
-class Preemption:
+class Preemption(Listener):
     """Chooses. `most`: how often one request may be taken back. `owes`: whether a client has used up its quantum."""
 
     most: int
@@ -74,11 +75,12 @@ class Preemption:
     _token_s: float = field(default=0.0, init=False, repr=False)
     """Of a prompt token, with its part of the step."""
 
-    def step(self, duration_s: float, *, extended_tokens: int = 0, decoded: int = 0) -> None:
-        """`decoded` decode steps, or a step for so many tokens of prompts, took `duration_s` together."""
+    def step(
+        self, duration_s: float, extended: Mapping[str, int], *, decoded: int = 0, requests: int = 0
+    ) -> None:
         if duration_s <= 0:
             return
-        if extended_tokens:
+        if extended_tokens := sum(extended.values()):
             self._token_s = _recent(self._token_s, duration_s / extended_tokens)
         elif decoded:
             self._step_s = _recent(self._step_s, duration_s / decoded)
@@ -96,13 +98,14 @@ class Preemption:
         in_order = sorted(may_go, key=lambda one: self._order(one.job, job))
         return [runner.job for runner in _least(in_order, missing)]
 
-    def taken_back(self, job: Job) -> None:
-        """`job` was, and waits again."""
+    def evict(self, job: Job, urgent: Job) -> None:
         self.evictions += 1
         self._times[job] = self.times(job) + 1
 
-    def gone(self, job: Job) -> None:
-        """`job` has ended, or was given up."""
+    def leave(self, job: Job) -> None:
+        self._times.pop(job, None)
+
+    def finish(self, job: Job, outcome: str) -> None:
         self._times.pop(job, None)
 
     def times(self, job: Job) -> int:

@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from sglang_fair.core.job import Job
+from sglang_fair.core.listener import Listener
 from sglang_fair.core.overtakes import Overtaken, Overtakes
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.waits import MEMORY, Wait, Waits
@@ -81,13 +82,13 @@ class Entry:
     computed_ns: int | None = None
     """When its prompt was computed."""
     ended_ns: int | None = None
-    outcome: Outcome | None = None
+    outcome: str | None = None
     reason: str = ""
     numbers: tuple[int, ...] = ()
     """`TOKENS` of the job, when it ended."""
 
 
-class Record:
+class Record(Listener):
     """Notes what happens to requests. The server's own requests are not in it."""
 
     def __init__(self, policy: Policy, most: int = MOST_ENDED) -> None:
@@ -104,23 +105,19 @@ class Record:
     # ---- what happens
 
     def tick(self, now_s: float) -> None:
-        """It is `now_s`, by a clock that never goes back."""
         self.waits.now_ns = max(self.waits.now_ns, round(now_s * NS))
 
     def arrive(self, job: Job) -> None:
-        """`job` waits; the policy knows it."""
         if not job.system:
             entry = self._here[job] = self._enter(job)
             entry.waits = (self.waits.begin(job),)
             self._overtakes.arrive(job)
 
     def refused(self, job: Job, reason: str) -> None:
-        """`job` may not wait here."""
         if not job.system:
             self._end(self._enter(job), "refused", reason)
 
     def admit(self, job: Job) -> None:
-        """`job` is in the batch that is formed; nothing was charged for that yet."""
         if (entry := self._here.get(job)) is None:
             return
         self.waits.end(job)
@@ -132,20 +129,17 @@ class Record:
             entry.admitted_ns = self.waits.now_ns
 
     def computed(self, job: Job) -> None:
-        """The prompt of `job` is computed."""
         entry = self._here.get(job)
         if entry is not None and entry.computed_ns is None:
             entry.computed_ns = self.waits.now_ns
 
     def retract(self, job: Job) -> None:
-        """`job` was taken back and waits again, before all others."""
         if (entry := self._here.get(job)) is not None:
             self._running -= 1
             self.waits.stop(MEMORY)
             entry.waits += (self.waits.begin(job, first=True),)
 
     def evict(self, job: Job, urgent: Job) -> None:
-        """`job` was taken back for `urgent`, and waits again as others of its client do."""
         if (entry := self._here.get(job)) is not None:
             self._running -= 1
             entry.waits += (self.waits.begin(job),)
@@ -154,7 +148,6 @@ class Record:
             entry.evicted_for += (EvictedFor(urgent.client == job.client, urgent.tier, slack_s),)
 
     def leave(self, job: Job) -> None:
-        """`job`, which waited, was given up."""
         if (entry := self._here.pop(job, None)) is None:
             return
         if entry.admitted_ns is None:
@@ -164,14 +157,12 @@ class Record:
         self.waits.end(job)
         self._end(entry, "aborted")
 
-    def finish(self, job: Job, outcome: Outcome) -> None:
-        """`job`, which ran, has ended."""
+    def finish(self, job: Job, outcome: str) -> None:
         if (entry := self._here.pop(job, None)) is not None:
             self._running -= 1
             self._end(entry, outcome)
 
     def end_pass(self, cause: str) -> None:
-        """A pass is over, and nothing else was admitted because of `cause` (`waits`)."""
         self._overtakes.end_batch()
         policy = self._policy
         self.waits.end_pass(cause, policy.turns(), policy.turn_cause if policy.has_turns() else None)
@@ -205,7 +196,7 @@ class Record:
         self._by_id.setdefault(entry.id, {})[entry] = None
         return entry
 
-    def _end(self, entry: Entry, outcome: Outcome, reason: str = "") -> None:
+    def _end(self, entry: Entry, outcome: str, reason: str = "") -> None:
         assert entry.job is not None
         entry.numbers, entry.job = _numbers(entry.job), None
         entry.ended_ns, entry.outcome, entry.reason = self.waits.now_ns, outcome, reason

@@ -1,88 +1,34 @@
 """Whose turn a step of the engine is: prompts of waiting requests, or a token for each running one.
 
-An engine computes prompts before anything else, so whoever sends prompts one after the other stops all that run. This
-rule makes the engine's time a shared resource, and whoever has a request here, waiting or running, has a share in it:
+An engine computes prompts before anything else, so a client that sends prompts one after the other stops all that run.
+This rule makes the engine's time a shared resource:
 
-    share       of a client: its weight over the weights of all who are here, at least `LEAST_SHARE`. The floor costs
-                others little, because one decode step serves all that run, and no flood of names can dilute it away
-    served      a client that runs is served for the whole of a decode step, and for its part of the tokens of a
-                prefill step. In a mixed step it is served for as long as a decode step takes
-    lag         how far a client that runs is behind its share of the time, in seconds. Never negative: who used time
-                that nobody else wanted owes nothing, and nothing is saved up
+    share       of a client: its weight over the weights of all who are here, at least `LEAST_SHARE`
+    lag         how far a client that runs is behind its share of the time, in seconds; never negative
     the rule    a prefill step is formed unless a client that runs, other than the one whose prompt is next, is more
                 than `patience_s` behind. If one is, the engine decodes
+    chunks      no step takes longer than `stall_s` while another client is here (`chunk_tokens`)
+    target      a client's prompts are held back while a token would take longer than `target_s`, the client has more
+                of the requests that run than its share, and another client has fewer (`holds_back`)
+    places      where room is short, a client that runs something is set aside while what is left is others'
+                (`crowds_out`)
 
-**Bound.** While a client runs, its lag is at most  patience + share · L,  L the longest prefill step: it begins with no
-more than the patience, the lag grows in prefill steps only, by share · length at most, and none is formed for another
-client while it is above the patience. Where the engine decides before it has seen the end of `unseen` steps (overlapped
-schedulers), (1 + unseen) · share · L: a client that was behind and runs again is seen to do so as late. So over any
-time T in which a client runs it is served for at least  share · T - patience - share · L. Prefill steps that are formed
-because there is no memory for a decode step (`forced`) do not count as a part of T.
-
-**Nobody's prefill starves.** In a decode step of length d each lag falls by (1 - share) · d, or to 0. So prefill steps
-of length P together are paid for with share / (1 - share) · P of decode steps, and one step more for each; prompts get
-1 - share of the time, by the largest share of those that run. Which prompts is the policy's decision, as before.
-
-**Work conserving.** The rule chooses between two kinds of work; the engine is never idle because of it. The server's
-own prompts (health probes) are never put off, and are nobody's lag.
-
-The patience is `LEAST_SHARE` of `stall_s`, so that prefill steps in a row take `stall_s` and one step at most, whatever
-the share. No step takes longer than `stall_s` while another client is here, or was lately, and none `ALONE` times as
-long otherwise: whoever comes during a step waits for its end. How many tokens that is, is learnt from the steps:
-`chunk_tokens`.
-
-**A target for those below their share.** A token of those that run takes a decode step, the longer the more they are,
-and the prompts that are computed in between. With `target_s`, a client's prompts are held back (`holds_back`) while
-three things are true:
-
-    over        with one request more a token is expected to take longer than the target. Expected is the time of those
-                made lately, of decode steps and prompts of clients above their share, times the requests that would
-                run over those that ran, if these are fewer. For decode steps of n requests that take a + b·n that is
-                never too little, whatever n was: the mean length is that of the mean n. So the engine comes to the
-                target from below
-    above       the client has more of the requests that run than its share of them, by the weights of who runs
-    below       another client that runs has fewer: it follows from the one before, as the shares sum to the whole
-
-Without a number as the target, it is `PACE` times what a token would take on an engine of its own that is as fast as
-its client's share of this one: a step for one request, over the share. The client is the heaviest that runs below its
-share. What a step for one request takes is the least of the usual lengths of decode steps, by the size of their batch;
-SGLang's server makes some when it starts.
-
-So whoever has no more than its share of those that run, or runs alone, or runs nothing, is never held back, and nobody
-is while nothing runs. A client that is held back keeps its turn in the policy's order: others are admitted beside it
-that have had no more than they are due, and the policy's bound holds (`Policy.set_aside`). They wait no longer than its
-requests that run need to use up its credit. No request of it starves: those that run end, and with its share of the
-rest the client is held back no more. What runs already is left alone, so steps become shorter no faster than requests
-end; and a target that even few requests exceed is not met, and only costs throughput. Prompts of clients that are not
-above their share come on top, or whoever sends many could hold back those that only run. k names are k clients here
-too: who splits itself is above its share under none of them, and the target is not kept against it.
-
-**Places.** Outputs are charged as they are made, so with one quantum a client can have long answers started in all the
-places there are (of requests, or of memory: as many as ran when one more had no room). Where room is short
-(`crowds_out`) a client that runs something is therefore set aside while the places that are left are others': those
-that wait, up to as many as it has itself, by weight. Of another whose turn it is not, which has had what it is due, no
-more are kept than it has running on average (`USUAL_S`): it needs them again after a round, and a place that it would
-not use is given away. So who always waits keeps its places, a burst takes no more than an equal part of them, and names
-that wait for their first turn keep none. Nobody is set aside where nobody else waits, or while there is room for all.
-
-A client that runs no more keeps its lag, at most the patience, and for `RECENT_S` once it has left: who sends one
-request after the other is not shortened each time, and who comes with ten thousand names at once gains nothing by
-having been here before.
-
-Ours. The lag is that of generalized processor sharing. It needs no logarithm of the number of clients, as the emptying
-of many cups one by one does, because a decode step empties all of them together.
+Bound: over any time T in which a client runs it is served for at least
+share · T - patience - (1 + unseen) · share · L, L the longest prefill step. Prefill steps that are `forced`, because
+there is no memory for a decode step, do not count. Prompts get 1 - share of the time. The rule only chooses between two kinds of work: the engine is never idle for it.
+Proofs, and why a client at its share is never held back: docs/policies.md, "Whoever runs has a share too".
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, inf
-from statistics import median
 from typing import Any
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.policy import Policy
+from sglang_fair.core.step_times import Chunks, TokenTimes
 
 DEFAULT_STALL_MS = 100.0
 
@@ -100,15 +46,6 @@ ALONE = 3
 
 USUAL_S = 10.0
 """How many requests a client has running is averaged over about so long."""
-
-USUAL_OF = 9
-"""The usual length of a decode step is the median of so many: the first of a kind may compile something."""
-
-LEAST_CHUNK_TOKENS = 128
-"""Smaller chunks do not shorten a step by much: reading the weights takes as long."""
-
-FIRST_CHUNK_TOKENS = 2048
-"""The bound of a chunk before any step was measured."""
 
 ROUNDING = 1e-9
 """A client that has its share exactly is not above it by an error of rounding."""
@@ -143,52 +80,6 @@ def make_steps(
         return None
     target_s = None if target_tpot_ms is None else target_tpot_ms / 1000
     return Steps(stall_ms / 1000, policy.weights, target_s=target_s, unseen=unseen)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a step was: prompt tokens by client, and whether those that run got a token."""
-
-    extended: Mapping[str, int] | None = None
-    decoded: bool = False
-    requests: int = 0
-    """That were decoded; 0: how long it took says nothing about such steps."""
-
-
-class StepTimes:
-    """How long each step took, by a clock that is read once in each iteration of the engine's loop.
-
-    A step that was done in an iteration took as long as that; in an overlapped loop, where it was launched in an
-    earlier one, as long as the iteration that waited for its end, and those before in which none was done. An iteration
-    without any step is the engine's rest, and counts for nothing. Where none was launched, an overlapped loop only
-    waited for the end of one that was counted in part before.
-    """
-
-    def __init__(self) -> None:
-        self._now_s: float | None = None
-        self._since_s = 0.0
-        """Time of iterations in which steps were launched and none was done."""
-        self._launched = False
-        self._done: list[Step] = []
-
-    def launched(self) -> None:
-        self._launched = True
-
-    def done(self, step: Step) -> None:
-        self._done.append(step)
-
-    def tick(self, now_s: float) -> list[tuple[Step, float]]:
-        """The next iteration begins. Returns the steps that were done in the last one, and their seconds."""
-        elapsed_s = 0.0 if self._now_s is None else max(0.0, now_s - self._now_s)
-        self._now_s = now_s
-        steps, self._done = self._done, []
-        launched, self._launched = self._launched, False
-        if steps:
-            each_s = (self._since_s + elapsed_s) / len(steps)
-            self._since_s = 0.0
-            return [(step if launched else replace(step, requests=0), each_s) for step in steps]
-        self._since_s = self._since_s + elapsed_s if launched else 0.0
-        return []
 
 
 @dataclass(slots=True)
@@ -273,11 +164,6 @@ class Steps:
         """The first step for prompts that may put those that run behind."""
         self._decode_s = 0.0
         """Length of a decode step, lately."""
-        self._lengths: dict[int, deque[float]] = {}
-        """Of decode steps, the last ones, by the size of the batch in bits."""
-        self._usual_s: dict[int, float] = {}
-        self._solo_s = 0.0
-        """A decode step for one request: the least of the usual lengths. 0: not known."""
         self._running = 0
         """Requests that were admitted, of all clients."""
         self._places: float = inf
@@ -287,11 +173,8 @@ class Steps:
         self._running_weight = 0.0
         """Of them."""
         self._decoding_requests = 0
-        self._recent = 0.0, 0.0
-        """The requests in a decode step and the time of a token, lately."""
-        self._between_s = 0.0
-        """Since the last decode step, for prompts of clients above their share."""
-        self._chunk_tokens = float(FIRST_CHUNK_TOKENS)
+        self._tokens = TokenTimes()
+        self._chunks = Chunks(stall_s)
 
     # ---- who is here
 
@@ -393,7 +276,7 @@ class Steps:
         expected_s = self.expected_s(self._running + 1)
         if self.target_s is not None:
             return expected_s > self.target_s
-        return expected_s > PACE * self._solo_s and expected_s > self._longest_s()
+        return expected_s > PACE * self._tokens.solo_s and expected_s > self._longest_s()
 
     def full(self) -> None:
         """The engine has no room for one more than run: of requests, or of memory."""
@@ -420,16 +303,15 @@ class Steps:
 
     def expected_s(self, requests: int) -> float:
         """How long a token is expected to take beside so many requests; 0 before any was measured."""
-        recent_requests, recent_s = self._recent
-        return recent_s * max(1.0, requests / recent_requests) if recent_requests else 0.0
+        return self._tokens.expected_s(requests)
 
     def chunk_tokens(self) -> int:
         """Most prompt tokens of a prefill step that is formed now."""
         if len(self._present) < 2:
             self._forget_old()
             if not self._left:
-                return ALONE * int(self._chunk_tokens)
-        return int(self._chunk_tokens)
+                return ALONE * int(self._chunks.tokens)
+        return int(self._chunks.tokens)
 
     # ---- what was done
 
@@ -454,12 +336,12 @@ class Steps:
         elif decoded:
             self._decoded(duration_s, decoded)
             if requests:
-                self._measure(duration_s, decoded, requests)
+                self._tokens.measure(duration_s, decoded, requests)
         self._steps += 1
 
     def _decoded(self, duration_s: float, steps: int) -> None:
         self._decode_s += (duration_s / steps - self._decode_s) * (0.1 if self._decode_s else 1)
-        self._gave_tokens(duration_s, steps)
+        self._tokens.gave(self._decoding_requests, duration_s, steps)
         if self._lagging:
             for client, present in list(self._lagging.items()):
                 if present.joined != self._steps:
@@ -470,15 +352,15 @@ class Steps:
         tokens = sum(extended.values())
         if not tokens:
             return
-        self._learn(tokens, duration_s)
+        self._chunks.learn(tokens, duration_s, self._decode_s)
         token_s = min(duration_s, self._decode_s)
         duration_s *= 1 - extended.get(SYSTEM, 0) / tokens
         tokens -= extended.get(SYSTEM, 0)
         above = sum(extended[client] for client in extended if client != SYSTEM and self._is_above(client))
         decoded_s = min(duration_s, self._decode_s) if mixed else 0.0
-        self._between_s += (duration_s - decoded_s) * above / max(1, tokens)
+        self._tokens.between_s += (duration_s - decoded_s) * above / max(1, tokens)
         if mixed:
-            self._gave_tokens(token_s, 1)
+            self._tokens.gave(self._decoding_requests, token_s, 1)
         if self._steps < self._counts_from:
             return
         for client, present in self._decoding.items():
@@ -492,39 +374,6 @@ class Steps:
             present.lag_s = max(0.0, present.lag_s + due_s - served_s)
             self.largest_lag_s = max(self.largest_lag_s, present.lag_s)
             self._sort(client, present)
-
-    def _gave_tokens(self, duration_s: float, steps: int) -> None:
-        """Those that decode got so many tokens each, for which `duration_s` was needed."""
-        if self._decoding_requests:
-            (requests, token_s), part = self._recent, 1 - 0.9**steps if self._recent[0] else 1.0
-            self._recent = (
-                requests + (self._decoding_requests - requests) * part,
-                token_s + ((duration_s + self._between_s) / steps - token_s) * part,
-            )
-        self._between_s = 0.0
-
-    def _measure(self, duration_s: float, steps: int, requests: int) -> None:
-        """What decode steps for so many requests take."""
-        size = requests.bit_length()
-        lengths = self._lengths.setdefault(size, deque(maxlen=USUAL_OF))
-        lengths.extend([duration_s / steps] * min(steps, USUAL_OF))
-        self._usual_s[size] = median(lengths)
-        self._solo_s = min(self._usual_s.values())
-
-    def _learn(self, tokens: int, duration_s: float) -> None:
-        """Adjust the bound of a chunk: at once if a step took too long, otherwise by those that are nearly as large,
-        for a small one says little about a large one's time per token. One that no bound would have made shorter
-        halves it at most: else short prompts that take long (an image) would make everybody's steps short."""
-        if not duration_s:
-            return
-        stall_s = max(
-            self.stall_s, 2 * self._decode_s
-        )  # on an engine so slow, short chunks would help nobody
-        fits = tokens * stall_s / duration_s
-        if tokens <= LEAST_CHUNK_TOKENS:
-            fits = max(fits, self._chunk_tokens / 2)
-        if duration_s > stall_s or 2 * tokens >= self._chunk_tokens:
-            self._chunk_tokens = max(LEAST_CHUNK_TOKENS, min(fits, 2 * self._chunk_tokens))
 
     # ---- what people read
 
@@ -545,10 +394,10 @@ class Steps:
             "steps": self._steps,
             "held": self.held,
             "target_tpot_ms": None if self.target_s is None else round(1000 * self.target_s, 3),
-            "solo_s": self._solo_s,
+            "solo_s": self._tokens.solo_s,
             "held_back": self.held_back,
-            "token_s": self._recent[1],
-            "chunk_tokens": int(self._chunk_tokens),
+            "token_s": self._tokens.recent[1],
+            "chunk_tokens": int(self._chunks.tokens),
             "largest_lag_s": self.largest_lag_s,
             "bound_s": self.bound_s,
         }
@@ -571,10 +420,10 @@ class Steps:
 
     def _longest_s(self) -> float:
         """How long a token may take, if the target follows from the shares."""
-        if not self._solo_s:
+        if not self._tokens.solo_s:
             return inf
         below = max((p.weight for c, p in self._runners.items() if not self._is_above(c)), default=0.0)
-        return PACE * self._solo_s * self._weight / below if below else inf
+        return PACE * self._tokens.solo_s * self._weight / below if below else inf
 
     def _share(self, present: Present) -> float:
         if present.weight >= self._weight:

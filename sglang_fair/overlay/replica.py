@@ -36,7 +36,8 @@ from sglang_fair.core.payers import make_payers, path_of
 from sglang_fair.core.preemption import Missing, Preemption, Runner
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Outcome, Record
-from sglang_fair.core.steps import Step, StepTimes, make_steps
+from sglang_fair.core.step_times import Step, StepTimes
+from sglang_fair.core.steps import make_steps
 from sglang_fair.core.waits import BATCH, PROMPTS
 from sglang_fair.metrics.replica import ReplicaCounts
 from sglang_fair.overlay import normal, tree_core

@@ -17,7 +17,8 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.steps import FIRST_CHUNK_TOKENS, Steps
+from sglang_fair.core.step_times import FIRST_CHUNK_TOKENS
+from sglang_fair.core.steps import Steps
 
 
 class Engine:
@@ -278,7 +279,7 @@ def test_two_that_compute_the_same_do_not_block_it_for_ever():
     assert engine.admission.is_being_computed(jobs[2])
     engine.admission.computed([jobs[0]])
     assert not engine.admission.is_being_computed(jobs[2])
-    assert engine.admission._computing == {}
+    assert engine.admission._twins._computing == {}
 
 
 def test_a_candidate_whose_prefix_has_begun_to_be_computed_is_passed_over():

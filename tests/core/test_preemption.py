@@ -23,8 +23,8 @@ MISSING = Missing(tokens=10)
 
 def measured(most: int = MOST_EVICTIONS) -> Preemption:
     preemption = Preemption(most)
-    preemption.step(STEP_S, decoded=1)
-    preemption.step(100 * TOKEN_S, extended_tokens=100)
+    preemption.step(STEP_S, {}, decoded=1)
+    preemption.step(100 * TOKEN_S, {"a": 100})
     return preemption
 
 
@@ -131,9 +131,9 @@ def test_some_are_never_taken_back():
     preemption = measured()
     for times in range(3):
         assert names(preemption.choose(urgent(), MISSING, [often, cut, server], 0.0)) == ["often"], times
-        preemption.taken_back(often.job)
+        preemption.evict(often.job, often.job)
     assert preemption.choose(urgent(), MISSING, [often, cut, server], 0.0) == []
-    preemption.gone(often.job)
+    preemption.leave(often.job)
     assert preemption.times(often.job) == 0
 
 

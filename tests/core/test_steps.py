@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core.ledger import SYSTEM
-from sglang_fair.core.steps import (
-    ALONE,
-    FIRST_CHUNK_TOKENS,
-    LEAST_CHUNK_TOKENS,
-    LEAST_SHARE,
-    LONGEST_STEP_S,
-    RECENT_S,
-    Step,
-    Steps,
-    StepTimes,
-    make_steps,
-)
+from sglang_fair.core.step_times import FIRST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS, Step, StepTimes
+from sglang_fair.core.steps import ALONE, LEAST_SHARE, LONGEST_STEP_S, RECENT_S, Steps, make_steps
 from tests.support.budget import examples
 
 STALL_S = 0.1

@@ -15,7 +15,8 @@ from sglang_fair.core.admission import Admission
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.steps import PACE, USUAL_OF, Steps, make_steps
+from sglang_fair.core.step_times import USUAL_OF
+from sglang_fair.core.steps import PACE, Steps, make_steps
 from sglang_fair.core.waits import BATCH
 from tests.support.budget import examples
 

@@ -187,7 +187,9 @@ class Case:
             "paused": scheduler._engine_paused,
             "rows": scheduler.req_to_token_pool.available_size(),
             "steps": dict(self.steps),
-            "computing": {block: one.job.id for block, one in scheduler.fair._admission._computing.items()},
+            "computing": {
+                block: one.job.id for block, one in scheduler.fair._admission._twins._computing.items()
+            },
             "first": [scheduler.fair.explain(one.rid, None) for one in scheduler.waiting_queue[:2]],
             "sizes": [
                 (
@@ -321,7 +323,7 @@ class Case:
         admission, queue = fair._admission, fair.queue
         for kept in (
             fair._requests, fair._numbered, fair._given_tokens, fair._taken_back, queue._jobs, queue._clients,
-            queue.account.running, admission._computing,
+            queue.account.running, admission._twins._computing,
             *(() if (steps := admission.steps) is None else (steps._present, steps._decoding, steps._runners)),
             *(() if admission.preemption is None else (admission.preemption._times,)),
         ):  # fmt: skip

@@ -1,0 +1,121 @@
+"""How long the steps of an engine take: by the clock of its loop, and what is learnt from that."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+USUAL_OF = 9
+"""The usual length of a decode step is the median of so many: the first of a kind may compile something."""
+
+LEAST_CHUNK_TOKENS = 128
+"""Smaller chunks do not shorten a step by much: reading the weights takes as long."""
+
+FIRST_CHUNK_TOKENS = 2048
+"""The bound of a chunk before any step was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step was: prompt tokens by client, and whether those that run got a token."""
+
+    extended: Mapping[str, int] | None = None
+    decoded: bool = False
+    requests: int = 0
+    """That were decoded; 0: how long it took says nothing about such steps."""
+
+
+class StepTimes:
+    """How long each step took, by a clock that is read once in each iteration of the engine's loop.
+
+    A step that was done in an iteration took as long as that; in an overlapped loop, where it was launched in an
+    earlier one, as long as the iteration that waited for its end, and those before in which none was done. An iteration
+    without any step is the engine's rest, and counts for nothing. Where none was launched, an overlapped loop only
+    waited for the end of one that was counted in part before.
+    """
+
+    def __init__(self) -> None:
+        self._now_s: float | None = None
+        self._since_s = 0.0
+        """Time of iterations in which steps were launched and none was done."""
+        self._launched = False
+        self._done: list[Step] = []
+
+    def launched(self) -> None:
+        self._launched = True
+
+    def done(self, step: Step) -> None:
+        self._done.append(step)
+
+    def tick(self, now_s: float) -> list[tuple[Step, float]]:
+        """The next iteration begins. Returns the steps that were done in the last one, and their seconds."""
+        elapsed_s = 0.0 if self._now_s is None else max(0.0, now_s - self._now_s)
+        self._now_s = now_s
+        steps, self._done = self._done, []
+        launched, self._launched = self._launched, False
+        if steps:
+            each_s = (self._since_s + elapsed_s) / len(steps)
+            self._since_s = 0.0
+            return [(step if launched else replace(step, requests=0), each_s) for step in steps]
+        self._since_s = self._since_s + elapsed_s if launched else 0.0
+        return []
+
+
+class Chunks:
+    """How many prompt tokens a step may have so that it takes no longer than `stall_s`, learnt from the steps."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self.tokens = float(FIRST_CHUNK_TOKENS)
+
+    def learn(self, tokens: int, duration_s: float, decode_s: float) -> None:
+        """At once if a step took too long, otherwise by those that are nearly as large: a small one says little about a
+        large one's time per token. One that no bound would have made shorter halves it at most: else short prompts that
+        take long (an image) would make everybody's steps short. `decode_s`: on an engine so slow that two decode steps
+        take longer than `stall_s`, shorter chunks would help no client."""
+        if not duration_s:
+            return
+        stall_s = max(self._stall_s, 2 * decode_s)
+        fits = tokens * stall_s / duration_s
+        if tokens <= LEAST_CHUNK_TOKENS:
+            fits = max(fits, self.tokens / 2)
+        if duration_s > stall_s or 2 * tokens >= self.tokens:
+            self.tokens = max(LEAST_CHUNK_TOKENS, min(fits, 2 * self.tokens))
+
+
+class TokenTimes:
+    """How long a token takes those that run, lately, and a decode step for one request alone."""
+
+    def __init__(self) -> None:
+        self.solo_s = 0.0
+        """A decode step for one request: the least of the usual lengths. 0: not known."""
+        self.between_s = 0.0
+        """Since the last decode step, for prompts of clients above their share."""
+        self.recent = 0.0, 0.0
+        """The requests in a decode step and the time of a token."""
+        self._lengths: dict[int, deque[float]] = {}
+        """Of decode steps, the last ones, by the size of the batch in bits."""
+        self._usual_s: dict[int, float] = {}
+
+    def gave(self, decoding: int, duration_s: float, steps: int) -> None:
+        """The requests that decode got so many tokens each, for which `duration_s` was needed."""
+        if decoding:
+            (requests, token_s), part = self.recent, 1 - 0.9**steps if self.recent[0] else 1.0
+            self.recent = (
+                requests + (decoding - requests) * part,
+                token_s + ((duration_s + self.between_s) / steps - token_s) * part,
+            )
+        self.between_s = 0.0
+
+    def measure(self, duration_s: float, steps: int, requests: int) -> None:
+        """What decode steps for so many requests took."""
+        size = requests.bit_length()
+        lengths = self._lengths.setdefault(size, deque(maxlen=USUAL_OF))
+        lengths.extend([duration_s / steps] * min(steps, USUAL_OF))
+        self._usual_s[size] = median(lengths)
+        self.solo_s = min(self._usual_s.values())
+
+    def expected_s(self, requests: int) -> float:
+        """How long a token is expected to take beside so many requests; 0 before any was measured."""
+        recent_requests, recent_s = self.recent
+        return recent_s * max(1.0, requests / recent_requests) if recent_requests else 0.0
