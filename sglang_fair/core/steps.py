@@ -15,8 +15,9 @@ This rule makes the engine's time a shared resource:
 
 Bound: over any time T in which a client runs it is served for at least
 share · T - patience - (1 + unseen) · share · L, L the longest prefill step. Prefill steps that are `forced`, because
-there is no memory for a decode step, do not count. Prompts get 1 - share of the time. The rule only chooses between two kinds of work: the engine is never idle for it.
-Proofs, and why a client at its share is never held back: docs/policies.md, "Whoever runs has a share too".
+there is no memory for a decode step, do not count. Prompts get 1 - share of the time. The rule only chooses between two
+kinds of work: the engine is never idle for it. Proofs, and why a client at its share is never held back:
+docs/policies.md, "Whoever runs has a share too".
 """
 
 from collections import OrderedDict
