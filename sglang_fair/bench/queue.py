@@ -27,8 +27,8 @@ from router.collector import collect_young_only
 from router.placement import build
 from router.placement.contract import Ended, Request
 from router.placement.deadline.rule import Deadline
-from router.placement.qlm.plan import plan
 from router.placement.qlm.problem import Demand, Problem, Queue, edf, worth
+from router.placement.qlm.search import plan
 from router.radix import Match
 from sglang_fair.bench import Show, carry_out
 from sglang_fair.bench.router import quantile
@@ -79,7 +79,6 @@ def a_problem(groups: int, queues: int, seed: int) -> Problem:
                 slack_s=rng.uniform(0, 6 * groups / queues),
                 drain_s={one.worker: drain_s * rng.uniform(0.7, 1.3) for one in workers},
                 tail_s={one.worker: 5.0 for one in workers},
-                tier=rng.choice([0, 0, 1]),
             )
         )
     return Problem(demands, workers)

@@ -260,7 +260,7 @@ def test_later_calls_are_due_when_the_first_was() -> None:
 
 def test_later_calls_keep_class_and_start_of_the_first_in_the_queues() -> None:
     """So they go before what has come since, whatever their own headers say, and stand in the group of the first."""
-    made = Router(build("qlm", kv_tokens=64, chunk_tokens=0, tiers=False), name="qlm")
+    made = Router(build("qlm", kv_tokens=64, chunk_tokens=0), name="qlm")
     made.handle(up("w0"), 0.0)
     interactive, batch = Due("interactive", 20.0, 20.0), Due("batch-2", 3600.0, 3600.0)
     assert isinstance(ask(made, "first", interaction="i", due=interactive), Place)

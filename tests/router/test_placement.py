@@ -87,7 +87,9 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
     if "slots" in parameters(name):
         values = {"slots": 4} | values  # so that requests wait
     if "kv_tokens" in parameters(name):
-        values = {"kv_tokens": 300, "chunk_tokens": 60, "ahead": 600.0} | values
+        values = {"kv_tokens": 300, "chunk_tokens": 60} | values
+    if "ahead" in parameters(name):
+        values = {"ahead": 600.0} | values
     router = Router(build(name, **values), name=name, page_size=4, max_tree_tokens=2000)
     holds = isinstance(build(name), Holding)
     live: list[str] = []
@@ -765,7 +767,7 @@ def test_the_command_line_reaches_the_placement(name):
                 "cache_threshold": 0.25}  # fmt: skip
     found = {key: value for key, value in placed["parameters"].items() if key in expected}
     assert found == {key: value for key, value in expected.items() if key in parameters(name)}
-    assert ("lpm" in name or name in ("qlm", "deadline")) == ("client_weights" in parameters(name))
+    assert ("lpm" in name or name == "deadline") == ("client_weights" in parameters(name))
     simulated = Site(placement=name, quantum=5.0, worker_quantum=7.0).make_router().state()["parameters"]
     assert all(simulated[key] == found[key] for key in ("quantum", "worker_quantum") if key in found)
 

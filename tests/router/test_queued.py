@@ -30,7 +30,7 @@ from router.events import (
 )
 from router.placement import build
 from router.placement.contract import Memoryless, Request, Work
-from router.placement.qlm.problem import Answer
+from router.placement.qlm.search import Answer
 from router.throttling import Throttling
 from sglang_fair.cluster import explain, queues
 from sglang_fair.cluster.status import render

@@ -34,7 +34,7 @@ def of(router: Router, client: str) -> list[float]:
 
 
 def test_the_placements_with_shares_are_known():
-    shared = {"d2lpm", "d2lpm-queue", "centralized_dlpm", "deadline", "qlm"}
+    shared = {"d2lpm", "d2lpm-queue", "centralized_dlpm", "deadline"}
     assert shared == set(WEIGHED)
 
 

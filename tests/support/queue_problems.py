@@ -7,9 +7,7 @@ from random import Random
 from router.placement.qlm.problem import Demand, Orders, Problem, Queue, Worth, can_serve, worth
 
 
-def a_problem(
-    rng: Random, groups: int, workers: int, models: int = 2, tight: float = 1.0, *, tiers: bool = True
-) -> Problem:
+def a_problem(rng: Random, groups: int, workers: int, models: int = 2, tight: float = 1.0) -> Problem:
     """Groups of some seconds at workers of different speed. With `tight` above 1 nearly all can be in time."""
     names = [f"w{number}" for number in range(workers)]
     kinds = [f"m{number}" for number in range(models)]
@@ -35,7 +33,6 @@ def a_problem(
                 slack_s=slack_s,
                 drain_s={name: drain_s * rng.uniform(0.7, 1.3) for name in able},
                 tail_s={name: rng.uniform(2, 8) for name in able},
-                tier=rng.choice([0, 0, 1]) if tiers else 0,
                 last_slack_s=rng.choice([float("inf"), slack_s + rng.uniform(0, 40)]),
                 begun_on=rng.choice(able) if rng.random() < 0.15 else None,
             )
@@ -66,7 +63,7 @@ def best_of_all(problem: Problem) -> Worth:
 
 def faults(problem: Problem, orders: Orders) -> list[str]:
     """What is wrong with a plan for this problem; empty for one that every group is in once, where it can be served,
-    that leaves what has begun at its worker and has nobody of tier 1 before tier 0."""
+    and that leaves what has begun at its worker."""
     queues = {queue.worker: queue for queue in problem.queues}
     demands = {demand.number: demand for demand in problem.demands}
     found, seen = [], set[int]()
@@ -74,18 +71,12 @@ def faults(problem: Problem, orders: Orders) -> list[str]:
         if worker not in queues:
             found.append(f"there is no worker {worker}")
             continue
-        bound = None
         for number in order:
             if number not in demands or number in seen:
                 found.append(f"group {number} is {'there twice' if number in seen else 'not there'}")
                 continue
             seen.add(number)
-            demand = demands[number]
-            if not can_serve(queues[worker], demand):
+            if not can_serve(queues[worker], demands[number]):
                 found.append(f"group {number} cannot be served by {worker}")
-            if demand.is_bound:
-                bound = number
-            elif demand.tier == 0 and bound is not None:
-                found.append(f"group {bound} of tier 1 stands before group {number} of tier 0")
     found += [f"group {number} is in no queue" for number in demands if number not in seen]
     return found

@@ -205,12 +205,12 @@ def thirds(rate_per_s: float, most: int) -> list[Asked]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiers", [False, True])
-def test_with_one_model_it_keeps_as_many_deadlines_as_edf(tiers: bool) -> None:
+@pytest.mark.parametrize("site", [qlm(1), rule(qlm(1, shares=True))], ids=["qlm", "deadline"])
+def test_with_one_model_it_keeps_as_many_deadlines_as_edf(site: Site) -> None:
     """Nor do shares lose any, where clients send alike."""
     asked, paper = thirds(12.0, 600), qlm(1)
     asked = [replace(one, client=f"c{number % 20}") for number, one in enumerate(asked)]
-    outcome = simulate(qlm(1, options={"prefixes": False, "tiers": tiers}, shares=tiers), asked)
+    outcome = simulate(site, asked)
     edf, fcfs = (simulate(other(name, paper), asked) for name in ("edf", "fcfs_models"))
     met = attained(outcome.served)
     assert met >= attained(edf.served) - 0.01
@@ -250,7 +250,7 @@ def test_a_flood_delays_nobody_who_is_within_its_share(kind: str) -> None:
         ),
     ]
     asked = requests(streams, "0")
-    served = simulate(qlm(1, options={}, shares=True), asked).served
+    served = simulate(rule(qlm(1, shares=True)), asked).served
     assert attained([one for one in served if one.asked.client == "light"]) == 1.0
     assert all(one.ended_s is not None for one in served)
 
@@ -264,7 +264,7 @@ def test_whatever_deadlines_they_claim_two_clients_that_wait_are_served_alike() 
         [Stream(model, "batch-1", 20.0, until_s=45.0, client=k, slo_s=v) for k, v in claims.items()], "0"
     )
     sent = dict.fromkeys(claims, 0)
-    for one in simulate(rule(qlm(1, options={}, shares=True)), asked).served:
+    for one in simulate(rule(qlm(1, shares=True)), asked).served:
         if one.placed_s is not None and one.placed_s <= 45.0:
             sent[one.asked.client] += one.asked.prompt_tokens + 2 * one.asked.output_tokens
     assert sent["urgent"] == pytest.approx(sent["patient"], rel=0.15)

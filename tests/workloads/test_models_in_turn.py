@@ -21,10 +21,10 @@ def served(site: Any, models: str, rate_per_s: float, count: int, slo_s: float) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiers", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("make", [lambda site: site, rule], ids=["qlm", "deadline"])
-def test_two_models_on_one_replica_are_served_in_turn_within_their_deadlines(make: Any, tiers: bool) -> None:
-    outcome = served(make(qlm(1, TWO, options={"tiers": tiers}, shares=tiers)), "ab", 0.5, 30, 60.0)
+def test_two_models_on_one_replica_are_served_in_turn_within_their_deadlines(make: Any, shares: bool) -> None:
+    outcome = served(make(qlm(1, TWO, shares=shares)), "ab", 0.5, 30, 60.0)
     assert attained(outcome.served) == 1.0
     assert 1 <= outcome.total("swaps") <= 8, "what can wait waits until its model is loaded anyway"
 

@@ -28,9 +28,9 @@ CHATS_PER_S = 6.0
 CALLS_A_MINUTE = 30
 
 
-def ours(replicas: int = REPLICAS, **options: Json) -> Site:
+def ours(replicas: int = REPLICAS) -> Site:
     """Shares in the router and in the replicas."""
-    return qlm(replicas, options=options, shares=True)
+    return rule(qlm(replicas, shares=True))
 
 
 class Shared(Deadlines):
@@ -67,14 +67,11 @@ class Shared(Deadlines):
         requests = PREFIX_REQUESTS if full else 150
         paper = qlm(REPLICAS)
         return [
-            cell("flood", ours(), flood, most=None, seeds=seeds, label="within shares"),
-            cell("flood.paper", paper, flood, most=None, seeds=seeds, label="the paper's rule"),
-            cell("flood.rule", rule(ours()), flood, most=None, seeds=seeds, label="deadline, within shares"),
+            cell("flood", ours(), flood, most=None, seeds=seeds, label="deadline, within shares"),
+            cell("flood.paper", paper, flood, most=None, seeds=seeds, label="QLM"),
             cell("gap", ours(1), gap, most=None, seeds=seeds, label="two clients"),
-            cell("gap.rule", rule(ours(1)), gap, most=None, seeds=seeds, label="two clients, deadline"),
-            cell("prefixes", ours(), shared, most=requests, seeds=seeds, label="prefixes count"),
-            cell("prefixes.rule", rule(ours()), shared, most=requests, seeds=seeds, label="deadline"),
-            cell("plain", ours(prefixes=False), shared, most=requests, seeds=seeds, label="they do not"),
+            cell("prefixes", ours(), shared, most=requests, seeds=seeds, label="prefixes"),
+            cell("plain", paper, shared, most=requests, seeds=seeds, label="prefixes, QLM"),
             cell(
                 "chats",
                 replace(ours(), throttle="oit", limits=limits),
@@ -124,16 +121,13 @@ class Shared(Deadlines):
             "light_attained_under_flood": results["flood"].number(light),
             "light_paper": results["flood.paper"].number(light),
             "gap_over_bound": results["gap"].number("gap_over_bound"),
-            "gap_rule": results["gap.rule"].number("gap_over_bound"),
-            "light_rule": results["flood.rule"].number(light),
-            "hits_rule": ratio(results, "prefixes.rule", "plain", "hit_rate"),
-            "hits_prefix_groups_over_plain": ratio(results, "prefixes", "plain", "hit_rate"),
+            "hits_over_paper": ratio(results, "prefixes", "plain", "hit_rate"),
             "interactions_cut": results["chats"].number("cut"),
             "cut_rpm": results["chats.rpm"].number("cut"),
             "refused": results["chats"].number("refused"),
             "floods": [
                 {"cell": name, "label": results[name].cell.title, "light": light}
-                for name in ("flood", "flood.rule", "flood.paper")
+                for name in ("flood", "flood.paper")
             ],
         }
 

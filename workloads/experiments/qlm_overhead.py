@@ -10,7 +10,6 @@ from workloads.deadlines.traffic import Stream
 from workloads.experiments.contract import SEEDS, Cell, Json, Measured, Result, Size, TrafficSpec
 from workloads.experiments.qlm_setting import (
     LABELS,
-    PAPER_QLM,
     TRACE,
     W_B,
     Deadlines,
@@ -41,7 +40,7 @@ class Overhead(Deadlines):
         full = size == "full"
         found = []
         for delta in DELTAS if full else (1, 4):
-            options = {**PAPER_QLM, "delta": float(delta)}
+            options = {"delta": float(delta)}
             seeds, most = (SEEDS[:1], TRACE) if full else (SEEDS[:1], 300)
             for name, fleet, streams in (
                 ("one", qlm(DELTA_REPLICAS, options=options), w_a(DELTA_RATE)),

@@ -42,9 +42,6 @@ W_B: Mapping[str, str] = {
 BATCH_1 = tuple(model for model in W_B if model.startswith("b1"))
 BATCH_2 = tuple(model for model in W_B if model.startswith("b2"))
 
-PAPER_QLM: Mapping[str, Json] = {"prefixes": False, "tiers": False}
-"""The paper's: nobody has a share, and prefixes do not count."""
-
 PLANS: Mapping[str, Json] = {"solver": "search", "plan_work": 50_000}
 """The same plan for the same queues, however fast the machine is."""
 
@@ -62,7 +59,7 @@ def qlm(
     replicas: int = 4,
     models: Mapping[str, str] = ONE_MODEL,
     *,
-    options: Mapping[str, Json] = PAPER_QLM,
+    options: Mapping[str, Json] | None = None,
     policy_options: str = "",
     shares: bool = False,
     **fleet: Any,
@@ -71,7 +68,7 @@ def qlm(
     return Site(
         replicas=replicas,
         placement="qlm",
-        placement_options={**PLANS, **options, "evicts": True},
+        placement_options={**PLANS, **(options or {}), "evicts": True},
         policy="slo",
         policy_options=policy_options,
         quantum=None if shares else NO_SHARES,
@@ -103,10 +100,9 @@ def other(placement: str, like: Site, policy: str = "fcfs", **options: Json) -> 
 
 
 def rule(like: Site) -> Site:
-    """The product's own rule in place of QLM. A replica that is to load another model at once ends what it runs at
-    once."""
-    known = {name: one for name, one in like.placement_options.items() if name in ("tiers", "evicts")}
-    options = {**known, "finish_s": 0.0}
+    """The product's own rule in place of QLM, with shares in the router if there are some at replicas. A replica that
+    is to load another model at once ends what it runs at once."""
+    options = {"evicts": like.placement_options["evicts"], "tiers": like.quantum is None, "finish_s": 0.0}
     return with_fleet(replace(like, placement="deadline", placement_options=options), finish_s=0.0)
 
 

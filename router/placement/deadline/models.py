@@ -5,16 +5,17 @@
     away       the time to load; and until what runs has ended, where that is awaited
     gain       more in time for the model that waits, from when the replica has it
     loss       less in time for the model that it has, and what will come for that and will not be served in time
-    urgent     the gain is larger, and would be smaller if another swap went first; and if anybody waits for what the
+    urgent     the gain is larger, and would be smaller if another swap went first; and if something waits for what the
                replica has, it has had that for as long as loading takes and for its stay. What runs is taken back
-    voluntary  nobody waits for what the replica has, nothing is lost, and it is worth it. What runs there ends first
-    a turn     nobody has the model, none of it was sent for long, and the replica has had its own for four times as
-               long as loading takes: so nobody starves, and at most half of the time goes into loading
+    voluntary  nothing waits for what the replica has, nothing is lost, and it is worth it. What runs there ends first
+    a turn     no replica has the model, none of it was sent for long, and the replica has had its own for four times as
+               long as loading takes: so no model starves, and at most half of the time goes into loading
     stay       a stream that is taken back pauses until its model is back. Over its answer pauses are to last no longer
                than the time to its first token that was promised: an answer that takes `mean` seconds pauses
                `mean / stay` times, each for as long as the model was away last. So stay = absence · mean / promised
 
-A look costs O(models² · buckets). Replicas that are ready count as one.
+A look walks each model three times (as it is, with a replica more, with one less), and a few swaps that may be the best
+once more: O(models · buckets + models²). Replicas that are ready count as one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from router.placement.deadline.line import Due, Line
+from router.placement.deadline.line import Due, Line, requests_of
 from router.placement.deadline.replica import Replica
 
 LOOK_S = 0.5
@@ -33,14 +34,8 @@ UNKNOWN_S = 20.0
 MOST_MORE = 64
 """Replicas that may be said to be missing."""
 
-
-class Capacity(NamedTuple):
-    """Replicas that are ready at the same time: free tokens, and tokens and prompt tokens a second."""
-
-    ready_s: float
-    free: float
-    rate: float
-    prefill: float
+Capacity = tuple[float, float, float, float]
+"""Replicas that are ready at the same time: when, free tokens, and tokens and prompt tokens a second."""
 
 
 class Swap(NamedTuple):
@@ -66,7 +61,12 @@ def in_time(dues: Sequence[Sequence[Due]], capacities: Sequence[Capacity]) -> fl
                     left_prompt += prefill * (due_s - ready_s)
             if left <= 0 or left_prompt <= 0:
                 continue
-            part = min(1.0, left / tokens, left_prompt / prompt_tokens if prompt_tokens else 1.0)
+            if left >= tokens and left_prompt >= prompt_tokens:
+                found += worth * count
+                used += tokens
+                used_prompt += prompt_tokens
+                continue
+            part = min(left / tokens, left_prompt / prompt_tokens if prompt_tokens else 1.0, 1.0)
             found += worth * part * count
             used += part * tokens
             used_prompt += part * prompt_tokens
@@ -97,10 +97,7 @@ class Models:
         while (swap := look.best()) is not None:
             look.order(swap)
             found.append(swap)
-        for model in [model for model in self.short if model not in look.dues]:
-            del self.short[model]
-        for model in look.dues:
-            self.short[model] = self.short.get(model, 0) + 1 if look.lacks(model) else 0
+        self.short = {model: self.short.get(model, 0) + 1 if look.lacks(model) else 0 for model in look.dues}
         if measures:
             if not self.missing:
                 self.missing_since_s = now_s
@@ -110,26 +107,34 @@ class Models:
 
 class _Look:
     def __init__(self, models: Models, now_s: float) -> None:
-        self._models, self._now_s = models, now_s
+        self._finish_s, self._now_s = models.finish_s, now_s
         self._lines, self._replicas = models.lines, models.replicas
         self.dues = {model: line.dues(now_s) for model, line in self._lines.items() if line.items}
-        self._most = {model: _worth(dues) for model, dues in self.dues.items()}
+        self._most = {
+            model: requests_of(first) + AHEAD_WORTH * requests_of(second)
+            for model, (first, second) in self.dues.items()
+        }
         self._rates: dict[str, tuple[float, float]] = {}
-        self._walked: dict[tuple[str, float, str], float] = {}
+        """Of replicas of which they are not known."""
         self._at: dict[str, list[Replica]] = {}
-        self._count()
-
-    # -- what replicas can do
-
-    def _count(self) -> None:
-        self._at = {}
+        """By model, the replicas that have it or are to load it."""
         for one in self._replicas.values():
             if one.takes and (model := one.target or one.loaded) is not None:
                 self._at.setdefault(model, []).append(one)
-        self._capacities = {model: self._of(model, some) for model, some in self._at.items()}
-        self._base = {
-            model: in_time(dues, self._capacities.get(model, ())) for model, dues in self.dues.items()
-        }
+        self._capacities: dict[str, list[Capacity]] = {}
+        self._base: dict[str, float] = {}
+        """By model, what is in time as it is."""
+        self._with: dict[tuple[str, float, str], float] = {}
+        """What of a model is in time with one replica more that is away for so long, and is that one if known."""
+        self._without: dict[str, tuple[Replica, float] | None] = {}
+        """By model, the replica that is given away first, and what is lost by that."""
+        for model in {*self.dues, *self._at}:
+            self._count(model)
+
+    def _count(self, model: str) -> None:
+        self._capacities[model] = self._of(model, self._at.get(model, ()))
+        if model in self.dues:
+            self._base[model] = in_time(self.dues[model], self._capacities[model])
 
     def _of(self, model: str, replicas: Iterable[Replica]) -> list[Capacity]:
         found: dict[float, Capacity] = {}
@@ -141,48 +146,51 @@ class _Look:
                 ready_s, free = max(self._now_s, one.ready_s), self._kv(model, one)
             known = found.get(ready_s)
             if known is not None:
-                free, rate, prefill = known.free + free, known.rate + rate, known.prefill + prefill
-            found[ready_s] = Capacity(ready_s, free, rate, prefill)
+                free, rate, prefill = known[1] + free, known[2] + rate, known[3] + prefill
+            found[ready_s] = ready_s, free, rate, prefill
         return list(found.values())
 
     def _kv(self, model: str, one: Replica) -> float:
         return self._line(model).kv_tokens or one.kv_tokens
 
     def _line(self, model: str) -> Line:
-        return self._lines.get(model) or Line()
+        return self._lines[model]
 
     def _rate(self, model: str, one: Replica) -> tuple[float, float]:
-        """Tokens and prompt tokens a second: this replica's, else another's, else guessed."""
+        """Tokens and prompt tokens a second: this replica's, else those of others in the mean, else guessed."""
         rate, prefill = one.rates.get(model), one.prefills.get(model)
-        if rate is None or prefill is None:
-            if model not in self._rates:
-                rates = [other.rates[model] for other in self._replicas.values() if model in other.rates]
-                fills = [
-                    other.prefills[model] for other in self._replicas.values() if model in other.prefills
-                ]
-                guess = self._kv(model, one) / (self._line(model).mean_s or UNKNOWN_S)
-                self._rates[model] = (
-                    sum(rates) / len(rates) if rates else guess,
-                    sum(fills) / len(fills) if fills else inf,
-                )
-            guessed = self._rates[model]
-            rate, prefill = guessed[0] if rate is None else rate, guessed[1] if prefill is None else prefill
-        return rate, prefill
+        if rate is not None and prefill is not None:
+            return rate, prefill
+        if model not in self._rates:
+            others = self._replicas.values()
+            rates = [other.rates[model] for other in others if model in other.rates]
+            fills = [other.prefills[model] for other in others if model in other.prefills]
+            self._rates[model] = (
+                sum(rates) / len(rates)
+                if rates
+                else self._kv(model, one) / (self._line(model).mean_s or UNKNOWN_S),
+                sum(fills) / len(fills) if fills else inf,
+            )
+        guessed = self._rates[model]
+        return guessed[0] if rate is None else rate, guessed[1] if prefill is None else prefill
 
-    def _with(self, model: str, one: Replica, away_s: float) -> float:
-        """In time for `model` if this replica comes to it after `away_s`."""
-        key = model, away_s, "" if model not in one.rates else one.name
-        found = self._walked.get(key)
+    def _gain(self, model: str, one: Replica, away_s: float) -> float:
+        """More in time for `model` if this replica comes to it after `away_s`."""
+        base = self._base[model]
+        if base > self._most[model] - 1e-6:
+            return 0.0
+        key = model, away_s, one.name if model in one.rates else ""
+        found = self._with.get(key)
         if found is None:
-            more = Capacity(self._now_s + away_s, self._kv(model, one), *self._rate(model, one))
-            found = self._walked[key] = in_time(self.dues[model], [*self._capacities.get(model, ()), more])
-        return found
+            more = self._now_s + away_s, self._kv(model, one), *self._rate(model, one)
+            found = self._with[key] = in_time(self.dues[model], [*self._capacities[model], more])
+        return found - base
 
     # -- shortage
 
     def lacks(self, model: str) -> bool:
         """Some of tier 0 cannot be in time."""
-        count = sum(due.requests for due in self.dues[model][0])
+        count = requests_of(self.dues[model][0])
         return self._line(model).hopeless[0] > 0.5 or count - self._base[model] > 0.5
 
     def missing(self, model: str) -> int:
@@ -190,18 +198,19 @@ class _Look:
         if not self.lacks(model):
             return 0
         line = self._line(model)
-        late = line.hopeless
+        count, tokens, prompts = line.hopeless
         dues = self.dues[model][0]
-        if late[0]:
-            dues = sorted([*dues, Due(self._now_s + min(line.shortest_s(self._now_s), 3_600.0), *late)])
+        if count:
+            due_s = self._now_s + min(line.shortest_s(self._now_s), 3_600.0)
+            dues = sorted([*dues, (due_s, count, tokens, prompts)])
         one = next(iter(self._at.get(model) or self._replicas.values()), None)
         if one is None:
             return 0
         rate, prefill = self._rate(model, one)
-        more, count = 1, sum(due.requests for due in dues)
+        more, count = 1, requests_of(dues)
         while more < MOST_MORE:
-            added = Capacity(self._now_s, more * self._kv(model, one), more * rate, more * prefill)
-            if count - in_time((dues, ()), [*self._capacities.get(model, ()), added]) < 0.5:
+            added = self._now_s, more * self._kv(model, one), more * rate, more * prefill
+            if count - in_time((dues, ()), [*self._capacities[model], added]) < 0.5:
                 break
             more += 1 if more < 8 else 8
         return more
@@ -211,49 +220,75 @@ class _Look:
     def order(self, swap: Swap) -> None:
         """It begins."""
         one = self._replicas[swap.replica]
+        had = one.loaded or ""
         one.target, one.is_urgent, one.ready_s = swap.model, swap.rank == 2, self._now_s + swap.away_s
-        self._walked = {}
-        self._count()
+        self._at[had].remove(one)
+        if not self._at[had]:
+            del self._at[had]
+        self._at.setdefault(swap.model, []).append(one)
+        for model in (had, swap.model):
+            self._count(model)
+            self._without.pop(model, None)
+        self._with = {key: found for key, found in self._with.items() if key[0] not in (had, swap.model)}
 
     def best(self) -> Swap | None:
-        """The one that is to begin now."""
-        found: list[Swap] = []
-        for has, some in self._at.items():
-            givers = [one for one in some if one.target is None and len(one.swap_s) > 1]
-            wanted = [model for model in self.dues if model != has]
-            if not givers or not wanted:
+        """The one that is to begin now. Of those that are worth most if nothing else speaks against them, the first
+        that is urgent and worth more than any other can be."""
+        tried: list[tuple[float, str, str]] = []
+        for has in self._at:
+            giver, loss = self._giver(has)
+            if giver is None:
                 continue
-            giver = min(givers, key=lambda one: (self._tail_s(one), one.held, one.name))
-            without = None
-            for model in wanted:
-                if not giver.can_load(model, self._now_s):
+            waits = has in self.dues
+            for model in self.dues:
+                if model == has or model not in giver.swap_s:
                     continue
-                if without is None:
-                    others = self._of(has, [one for one in some if one is not giver])
-                    without = in_time(self.dues[has], others) if has in self.dues else 0.0
-                swap = self._judge(giver, has, model, self._base.get(has, 0.0) - without, len(some) > 1)
-                if swap is not None:
-                    found.append(swap)
-        return max(found, default=None)
+                hope = self._gain(model, giver, giver.swap_s[model]) - loss
+                if hope > 0 or not waits or model not in self._at:
+                    tried.append((hope / giver.swap_s[model], has, model))
+        best: Swap | None = None
+        for hope, has, model in sorted(tried, reverse=True):
+            if best is not None and best.rank == 2 and best.worth >= hope:
+                break
+            giver, loss = self._giver(has)
+            swap = None if giver is None else self._judge(giver, has, model, loss)
+            if swap is not None and (best is None or swap > best):
+                best = swap
+        return best
 
-    def _judge(self, one: Replica, has: str, model: str, loss: float, is_elsewhere: bool) -> Swap | None:
+    def _giver(self, has: str) -> tuple[Replica | None, float]:
+        """The replica that gives up this model soonest, and what is in time less by that."""
+        if has not in self._without:
+            some = self._at[has]
+            givers = [one for one in some if one.target is None and len(one.swap_s) > 1]
+            if not givers:
+                self._without[has] = None
+            else:
+                giver = min(givers, key=lambda one: (self._tail_s(one), one.held, one.name))
+                loss = 0.0
+                if has in self.dues:
+                    others = self._of(has, [one for one in some if one is not giver])
+                    loss = self._base[has] - in_time(self.dues[has], others)
+                self._without[has] = giver, loss
+        return self._without[has] or (None, 0.0)
+
+    def _judge(self, one: Replica, has: str, model: str, loss: float) -> Swap | None:
         line, swap_s, now_s = self._lines[model], one.swap_s[model], self._now_s
-        tail_s = self._tail_s(one)
-        away_s, away_all_s = swap_s + min(tail_s, self._models.finish_s), swap_s + tail_s
-        base, waits, had_s = self._base[model], has in self.dues, now_s - one.since_s
-        rate = sum(each.rate for each in self._capacities.get(model, ()))
+        tail_s, is_elsewhere = self._tail_s(one), len(self._at[has]) > 1
+        away_s, away_all_s = swap_s + min(tail_s, self._finish_s), swap_s + tail_s
+        waits, had_s = has in self.dues, now_s - one.since_s
+        rate = sum(each[2] for each in self._capacities[model])
         here, back_s = self._rate(model, one)[0], one.swap_s.get(has, swap_s)
-        gain = 0.0 if base > self._most[model] - 1e-6 else self._with(model, one, away_s) - base
-        cost = inf
+        gain, cost = self._gain(model, one, away_s), inf
         if gain > loss or not waits:
             cost = loss + self._future(
                 has, away_s + line.tokens / (rate + here) + line.slowest_s + back_s, one
             )
         may_go = had_s >= max(swap_s if waits else 0.0, self._stay_s(one, has, is_elsewhere))
-        if gain > cost and may_go and self._with(model, one, away_s + swap_s + LOOK_S) < base + gain - 1e-9:
+        if gain > cost and may_go and self._gain(model, one, away_s + swap_s + LOOK_S) < gain - 1e-9:
             return Swap(2, (gain - cost) / away_s, one.name, model, away_s)
         if not waits and (line.tokens / rate if rate else inf) > 2 * away_all_s:
-            gain = gain and self._with(model, one, away_all_s) - base
+            gain = gain and self._gain(model, one, away_all_s)
             work_s = line.tokens / here
             is_free = is_elsewhere or self._line(has).shortest_s(now_s) > PROTECTS * (away_all_s + back_s)
             empty_s = -1.0 if one.empty_s is None else now_s - one.empty_s
@@ -281,7 +316,7 @@ class _Look:
             per_s, tokens_per_s = asked.per_s(self._now_s)
             found += per_s * max(0.0, gone_s - slo_s)
             tokens += tokens_per_s
-        others = sum(each.rate for each in self._capacities.get(model, ())) - self._rate(model, one)[0]
+        others = sum(each[2] for each in self._capacities[model]) - self._rate(model, one)[0]
         return found * max(0.0, 1 - max(0.0, others) / tokens) if found else 0.0
 
     def _stay_s(self, one: Replica, has: str, is_elsewhere: bool) -> float:
@@ -290,7 +325,3 @@ class _Look:
             return 0.0
         promised_s = min(flight.slo_s for flight in one.flights.values())
         return min(line.slowest_s, line.absence_s * line.mean_s / promised_s)
-
-
-def _worth(dues: Sequence[Sequence[Due]]) -> float:
-    return sum(due.requests for due in dues[0]) + AHEAD_WORTH * sum(due.requests for due in dues[1])

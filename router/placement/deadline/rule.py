@@ -1,9 +1,10 @@
-"""One rule for requests with deadlines: who is due first goes first, whoever would miss anyway goes last.
+"""One rule for requests with deadlines: what is due first goes first, what would miss anyway goes last.
 
-    who        within the share of its client (tier 0) before what is ahead of it; then in time before hopeless, but
-               each eighth pull of a replica looks at the hopeless first; then by due time in steps of a tenth of the
-               promised time, in a step the least work first (gEDF); of those that are near, the one with most cached
-    where      the replica with least to do of those that have room (`replica`). Nobody waits at a replica: it pulls
+    who        requests within the share of their client (tier 0) before those ahead of it; then in time before
+               hopeless, but each eighth pull of a replica looks at the hopeless first; then by due time in steps of a
+               tenth of the promised time, in a step the least work first (gEDF); of those that are near, the one with
+               least work left to do there (`line`)
+    where      the replica with least to do of those that have room (`replica`). Nothing waits at a replica: it pulls
     hopeless   the prompts that a replica has and this one's own would last beyond its due time
     models     another one is loaded when the requests that are saved by it exceed those that are lost (`models`)
     shares     start-time fair queueing gives the tier (`placement.shares`): deadlines order only what a client is
@@ -13,7 +14,7 @@ Everything is decided here, in one process; nothing is planned. All that is meas
 
 Unit of fairness: units of service (uncached prompt tokens + 2 · output tokens, over weight), across all workers. As
 long as a request of a client within its share waits, each other client is served at most `ahead` and one request beyond
-that request's tag, whatever deadlines it claims.
+that client's start, whatever deadlines it claims.
 
 Trade-offs: the largest number in time, and not the least lateness: in overload those that are late wait long. Streams
 pause at urgent swaps where there are more models than replicas. What is decided is as good as the expected lengths.
@@ -21,45 +22,82 @@ pause at urgent swaps where there are more models than replicas. What is decided
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite
 from operator import itemgetter
+from typing import ClassVar, NamedTuple
 
-from router.placement.contract import Ended, May, Request, WorkerView
-from router.placement.deadline.line import NEAR_PART, Line, Waiting
+from router.placement.contract import Ended, May, Memoryless, Request, WorkerView
+from router.placement.deadline.line import Line, Waiting
 from router.placement.deadline.models import LOOK_S, UNKNOWN_S, Models
-from router.placement.deadline.replica import DUE_S, LATE_PULLS, Flight, Replica
-from router.placement.within_shares import WithinShares, left_to_do
+from router.placement.deadline.replica import Flight, Replica
+from router.placement.shares import Shares
+from router.placement.window import left_to_do
 from router.radix import Match
-from sglang_fair.core.heap import LazyHeap
+from sglang_fair.common.deadlines import DEFAULT_CLASSES
+from sglang_fair.common.weights import Weights
 
-JUDGED = 16
-"""Requests that come into another tier with one that goes, at most: those that miss their deadline change theirs too,
-and are more than those that go."""
+AHEAD_PART = 0.25
+"""Of the smallest KV cache."""
+LATE_PULLS = 8
+"""Of so many pulls one looks at the hopeless first."""
+MISSED = 16
+"""Requests that are found to be hopeless with one pull, at most."""
+
+
+class _Sent(NamedTuple):
+    """A request that leaves the queue, until it is `placed`."""
+
+    tier: int
+    cost: float
+    model: str | None = None
+    """It waited for it; None: it was sent at once."""
 
 
 @dataclass
-class Deadline(WithinShares):
+class Deadline(Memoryless):
     """`ahead`: units beyond its share up to which a client is in tier 0; null: from the smallest KV cache. Without
-    `tiers` nobody is ahead of its share. `evicts`: workers take requests back for more urgent ones (policy `slo`).
+    `tiers` no client is ahead of its share. `evicts`: workers take requests back for more urgent ones (policy `slo`).
     `finish_s`: for so long a stream may go on at a worker that is to load another model at once. `kv_tokens` and
     `chunk_tokens`: of a worker that says nothing. `slo_s`: of requests that were promised nothing. `max_clients`: that
-    are remembered without requests."""
+    are remembered without requests. ValueError for a parameter that is none."""
 
+    uses_caches: ClassVar[bool] = True
+    uses_progress: ClassVar[bool] = True
+
+    ahead: float | None = None
+    tiers: bool = True
+    evicts: bool = False
+    kv_tokens: int = 65_536
+    chunk_tokens: int = 8_192
+    slo_s: float = DEFAULT_CLASSES["interactive"]
+    client_weights: Mapping[str, float] = field(default_factory=dict)
+    max_clients: int = 50_000
     finish_s: float = 5.0
 
+    shares: Shares = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if not (self.kv_tokens > 0 and self.chunk_tokens >= 0):
+            raise ValueError("kv_tokens is above 0, and chunk_tokens not negative")
+        if not 0 < self.slo_s < inf:
+            raise ValueError(f"slo_s is {self.slo_s}: it is a number of seconds above 0")
+        if self.max_clients < 1:
+            raise ValueError(f"max_clients is {self.max_clients}: at least one is needed")
+        if not isinstance(self.client_weights, Mapping):
+            raise ValueError(f"client_weights is {self.client_weights!r}: it maps clients to weights")
         if not self.finish_s >= 0:
             raise ValueError(f"finish_s is {self.finish_s}: it is not negative")
+        first = self.kv_tokens * AHEAD_PART if self.ahead is None else self.ahead
+        weights = Weights(self.client_weights)
+        self.shares = Shares(first if self.tiers else inf, weights, most_owing=self.max_clients)
         self.replicas: dict[str, Replica] = {}
         self.lines: dict[str, Line] = {}
         self.models = Models(self.lines, self.replicas, self.finish_s)
         self._waiting: dict[str, Waiting] = {}
-        self._sent: dict[str, int] = {}
-        """Tiers of requests that left the queue, until they are over."""
-        self._ready: dict[str, LazyHeap[str]] = {}
-        """By model, the workers that may have room for somebody who waits; where least is to do first."""
+        self._sent: dict[str, _Sent] = {}
+        self._ready: dict[str, None] = {}
+        """Workers that may have room for one that waits."""
         self._viewed: Sequence[WorkerView] = ()
         self._now_s, self._looked_s, self._measured_s = 0.0, -inf, -inf
         self._number = 0
@@ -69,23 +107,24 @@ class Deadline(WithinShares):
     def place(
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
-        """A worker with room, if nobody waits for its model; one where its client has little; else it waits."""
-        self._now_s = now_s
-        line, due_s, slo_s = self._line(request.model), self._due_s(request, now_s), self._slo_s(request)
-        tier = self._tier(request, match, due_s)
-        self._number += 1
-        one = Waiting(request, self._number, slo_s, due_s, now_s, tier)
+        """A worker with room, if nothing waits for its model; one where its client has little; else it waits."""
+        self._now_s, self._number = now_s, self._number + 1
+        client, model, line = request.client, request.model, self._line(request.model)
+        due_s, slo_s = self._due(request, now_s)
+        cost, tier = self._cost(request, match), self.shares.tier(client)
+        one = Waiting(request, self._number, slo_s, due_s, due_s - now_s, cost, tier)
         line.came(slo_s, one.tokens, now_s)
         chosen = self._at_once(one, match, workers, is_first=not line.items)
         if chosen is not None:
-            self._sent[request.id] = tier
+            self._sent[request.id] = _Sent(tier, cost)
             return chosen
         if not line.items:
             line.fed_s = now_s
             self._looked_s = -inf
         self._waiting[request.id] = one
+        self.shares.wait(client, model, cost)
         if line.put(one):
-            self._first(request.model)
+            self._wake_for(model)
         return None
 
     def next(
@@ -93,71 +132,78 @@ class Deadline(WithinShares):
     ) -> tuple[Request, str] | None:
         """Of the candidates of all workers with room the one of the least tier, in time, where least is to do."""
         self._now_s = now_s
-        self._see(workers)
+        if workers is not self._viewed:
+            self._viewed = workers
+            for view in workers:
+                self.replicas[view.name].view = view
         if now_s >= self._looked_s + LOOK_S:
             self._look(now_s)
         found: list[tuple[tuple[int, bool, float, str], Replica, Waiting]] = []
-        for model, heap in self._ready.items():
-            line = self.lines.get(model)
-            while line is not None and line.items and (name := heap.first()) is not None:
-                replica = self.replicas.get(name)
-                if replica is not None and replica.serves == model:
-                    one = self._candidate(replica, line, may, now_s)
-                    if one is not None:
-                        found.append(((one.tier, one.is_late, *heap.key(name)), replica, one))
-                        break
-                heap.discard(name)
+        for name in list(self._ready):
+            replica = self.replicas.get(name)
+            line = None if replica is None else self.lines.get(replica.serves or "")
+            one = None
+            if replica is not None and replica.serves is not None and line is not None and line.items:
+                one = self._candidate(replica, line, may, now_s)
+                if one is not None:
+                    found.append(((line.tier(one), one.is_late, self._to_do_s(replica), name), replica, one))
+            if one is None:
+                del self._ready[name]
         if not found:
             return None
-        _, replica, one = min(found, key=itemgetter(0))
-        one = self._cached(one, replica, match, may)
+        (tier, *_), replica, one = min(found, key=itemgetter(0))
+        line = self.lines[replica.loaded or ""]
+        near = [each for each in line.near(one) if may(each.request, replica.name)]
+        one = min(near, key=lambda each: each.tokens - match(each.request).of(replica.name), default=one)
         replica.pulls += 1
-        self._leave(one)
-        self._sent[one.request.id] = one.tier
-        self._line(one.request.model).fed_s = now_s
+        line.fed_s = now_s
+        line.remove(one)
+        del self._waiting[one.request.id]
+        self._sent[one.request.id] = _Sent(tier, one.cost, one.request.model)
         return one.request, replica.name
 
     def give_up(self, request: Request) -> None:
         """It leaves the queue, and costs nothing."""
-        one = self._waiting.get(request.id)
-        if one is not None:
-            self._leave(one)
-            self.shares.withdraw(request.id)
+        one = self._waiting.pop(request.id)
+        self.lines[one.request.model].remove(one)
+        self.shares.withdraw(request.client, one.request.model, one.cost)
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """It is in flight, and its client has had its turn."""
-        due_s = self._due_s(request, now_s)
-        if request.id not in self._sent:  # it came to its worker without this router
-            self._sent[request.id] = self._tier(request, match, due_s)
-        tier = self._sent[request.id]
-        self.shares.go(request.id)
+        sent = self._sent.pop(request.id, None)
+        if sent is None:  # it came to its worker without this router
+            sent = _Sent(self.shares.tier(request.client), self._cost(request, match))
+        self.shares.go(request.client, sent.cost, sent.model)
+        due_s, slo_s = self._due(request, now_s)
         tokens = request.input_tokens + request.expected_output_tokens
-        slo_s = self._slo_s(request)
-        replica = self.replicas[worker]
-        replica.send(Flight(request, tokens, int(due_s // DUE_S), slo_s, now_s, tier))
-        if self._waiting:
-            self._wake(replica)
-        if self._waiting and self.tiers:
-            for name, changed in self.shares.drain_changed(JUDGED):
-                self._move(self._waiting.get(name), changed)
+        self.replicas[worker].send(Flight(request, tokens, due_s, slo_s, now_s, sent.tier, sent.cost))
+        self._ready[worker] = None
 
     def done(self, ended: Ended, now_s: float) -> None:
         """Its tokens are free. Its client is charged what it took; nothing if it failed."""
-        request = ended.request
-        took = request.input_tokens - ended.matched_tokens, ended.output_tokens
-        self.shares.end(request.id, *((0, 0) if ended.outcome == "failed" else took))
-        self._sent.pop(request.id, None)
-        replica = self.replicas[ended.worker]
+        request, replica = ended.request, self.replicas[ended.worker]
         flight = replica.land(request.id, now_s)
-        if flight is not None and ended.outcome == "ok":
+        took = request.input_tokens - ended.matched_tokens, ended.output_tokens
+        cost = self.shares.cost(request.client, *((0, 0) if ended.outcome == "failed" else took))
+        self.shares.end(request.client, cost - flight.cost)
+        if cost < flight.cost:
+            for model in self.shares.models(request.client):
+                self.lines[model].judge(request.client)
+        if ended.outcome == "ok":
             self._line(request.model).answered(now_s - flight.sent_s)
-        self._wake(replica)
+        self._ready[ended.worker] = None
         if not replica.flights:
             self._looked_s = -inf
 
     def tier(self, request_id: str) -> int:
-        """As it was when it left the queue."""
-        return self._sent.get(request_id, 0)
+        """Of one that leaves the queue."""
+        sent = self._sent.get(request_id)
+        return 0 if sent is None else sent.tier
+
+    @property
+    def weights(self) -> Weights:
+        """The clients' shares. What a client sends is charged by its weight."""
+        return self.shares.weights
 
     # -- workers
 
@@ -167,9 +213,8 @@ class Deadline(WithinShares):
 
     def worker_down(self, worker: str) -> None:
         """What waits waits for the others."""
-        gone = self.replicas.pop(worker, None)
-        if gone is not None:
-            self._absent(gone.loaded)
+        gone = self.replicas.pop(worker)
+        self._absent(gone.loaded)
         self._equipped()
 
     def equip(
@@ -197,7 +242,7 @@ class Deadline(WithinShares):
         """All others are sent nothing."""
         for replica in self.replicas.values():
             replica.takes = replica.name in workers
-        self._wake(*self.replicas.values())
+        self._ready.update(dict.fromkeys(self.replicas))
 
     def can_load(self, worker: str, swap_s: Mapping[str, float], now_s: float) -> None:
         """It may be given these."""
@@ -242,13 +287,19 @@ class Deadline(WithinShares):
 
     def report(self, now_s: float) -> Mapping[str, object]:
         """What waits by model, class and tier, in which order for each worker, and how many replicas would do."""
-        rows = Counter[tuple[str, str, int]]()
-        late = Counter[tuple[str, str, int]]()
+        rows, late = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]]()
         for model, line in self.lines.items():
             for (slo_class, tier, is_late), count in line.counts.items():
                 rows[model, slo_class, tier] += count
                 late[model, slo_class, tier] += is_late * count
-        missing = self.models.missing if self._waiting else {}
+        missing, shortage = self.models.missing if self._waiting else {}, None
+        if missing:
+            shortage = {
+                "more": sum(missing.values()),
+                "models": dict(missing),
+                "why": "what waits within its clients' shares is more than can be served in time",
+                "for_s": round(now_s - self.models.missing_since_s, 3),
+            }
         return {
             "groups": sum(len(line.orders()) for line in self.lines.values()),
             "waiting": [
@@ -256,15 +307,8 @@ class Deadline(WithinShares):
                 for sort, count in sorted(rows.items())
             ],
             "workers": {name: self._shown(replica, now_s) for name, replica in self.replicas.items()},
-            "ahead": self.shares.ahead,
-            "shortage": {
-                "more": sum(missing.values()),
-                "models": dict(missing),
-                "why": "what waits within its clients' shares is more than can be served in time",
-                "for_s": round(now_s - self.models.missing_since_s, 3),
-            }
-            if missing
-            else None,
+            "ahead": self.shares.ahead if isfinite(self.shares.ahead) else None,
+            "shortage": shortage,
         }
 
     def standing(self, request_id: str, now_s: float, *, ahead: bool = True) -> Mapping[str, object] | None:
@@ -272,12 +316,14 @@ class Deadline(WithinShares):
         one = self._waiting.get(request_id)
         if one is None:
             return None
-        line, model = self._line(one.request.model), one.request.model
+        model = one.request.model
+        line = self._line(model)
+        order = 2 * line.tier(one) + one.is_late
         found: dict[str, object] = {
-            "group": 2 * one.tier + one.is_late,
+            "group": order,
             "model": model,
             "class": one.slo_class,
-            "tier": one.tier,
+            "tier": line.tier(one),
             "with": len(line.items) - 1,
         }
         if not ahead:
@@ -288,7 +334,7 @@ class Deadline(WithinShares):
         wait_s = round(tokens / rate, 3) if rate else None
         return found | {
             "worker": have[0].name if have else None,
-            "groups_before": 2 * one.tier + one.is_late,
+            "groups_before": order,
             "requests_before": round(count),
             "swaps_before": int(all(replica.loaded != model for replica in have)),
             "wait_s": wait_s,
@@ -301,32 +347,36 @@ class Deadline(WithinShares):
     def _line(self, model: str) -> Line:
         line = self.lines.get(model)
         if line is None:
-            line = self.lines[model] = Line()
+            line = self.lines[model] = Line(self.shares)
         return line
 
-    def _slo_s(self, request: Request) -> float:
-        return self.slo_s if request.promise is None else request.promise.slo_s
+    def _due(self, request: Request, now_s: float) -> tuple[float, float]:
+        """By when its first token is due, and in how much time that was promised."""
+        promise = request.promise
+        return (now_s + self.slo_s, self.slo_s) if promise is None else (promise.due_s, promise.slo_s)
 
-    def _tier(self, request: Request, match: Match, due_s: float) -> int:
-        tier = self._arrive(request, match, due_s)
-        return tier if self.tiers else 0
+    def _cost(self, request: Request, match: Match) -> float:
+        uncached = request.input_tokens - match.tokens
+        return self.shares.cost(request.client, uncached, request.expected_output_tokens)
 
     def _at_once(
         self, one: Waiting, match: Match, workers: Sequence[WorkerView], *, is_first: bool
     ) -> str | None:
-        if not is_first and (one.tier or not self.tiers):
+        may_pass = self.tiers and not one.tier
+        if not (is_first or may_pass):
             return None
+        request = one.request
         best: tuple[float, int, str] | None = None
         for view in workers:
             replica = self.replicas[view.name]
             replica.view = view
             if replica.serves is None:
                 continue
-            if not (is_first and replica.has_room(one, evicts=self.evicts)) and not (
-                self.tiers and not one.tier and replica.is_small(one.request.client, one.tokens)
+            if not (is_first and replica.has_room(one, one.tier, evicts=self.evicts)) and not (
+                may_pass and replica.is_small(request.client, one.tokens)
             ):
                 continue
-            cost = left_to_do(view, one.request.input_tokens - match.of(view.name))
+            cost = left_to_do(view, request.input_tokens - match.of(view.name))
             key = cost, view.dispatched_tokens, view.name
             if best is None or key < best:
                 best = key
@@ -335,72 +385,33 @@ class Deadline(WithinShares):
     def _candidate(self, replica: Replica, line: Line, may: May, now_s: float) -> Waiting | None:
         if replica.is_full and not self.evicts:
             return None
+        line.settle()
         order = (True, False) if replica.pulls % LATE_PULLS == LATE_PULLS - 1 else (False, True)
+        missed = 0
         for tier in (0, 1):
             for is_late in order:
                 one = line.first(tier, is_late)
-                while one is not None and not is_late and self._is_hopeless(one, replica, now_s):
-                    self.shares.miss(one.request.id)
-                    line.move(one, tier=tier, is_late=True)
+                while one is not None and not is_late and missed < MISSED:
+                    if now_s + replica.prefill_s(one.request.input_tokens) <= one.due_s:
+                        break
+                    line.miss(one)
+                    missed += 1
                     one = line.first(tier, False)
                 if one is not None and not may(one.request, replica.name):
                     one = next((other for other in line.near(one) if may(other.request, replica.name)), None)
-                if one is not None and replica.has_room(one, evicts=self.evicts):
+                if one is not None and replica.has_room(one, tier, evicts=self.evicts):
                     return one
         return None
-
-    def _is_hopeless(self, one: Waiting, replica: Replica, now_s: float) -> bool:
-        return now_s + replica.prefill_s(one.request.input_tokens) > one.due_s
 
     def _to_do_s(self, replica: Replica) -> float:
         rate = replica.rates.get(replica.loaded or "", replica.kv_tokens / UNKNOWN_S)
         return replica.held / rate + replica.prefill_s(0.0)
 
-    def _cached(
-        self, first: Waiting, replica: Replica, match: Callable[[Request], Match], may: May
-    ) -> Waiting:
-        """Of those that are as urgent the one with least work left to do there."""
-        best, least = first, inf
-        for one in self._line(first.request.model).near(first):
-            if one.due_s > first.due_s + NEAR_PART * first.slo_s:
-                continue
-            work = one.tokens - match(one.request).of(replica.name)
-            if work < least and may(one.request, replica.name):
-                best, least = one, work
-        return best
-
-    def _leave(self, one: Waiting) -> None:
-        del self._waiting[one.request.id]
-        self._line(one.request.model).remove(one)
-
-    def _move(self, one: Waiting | None, tier: int) -> None:
-        if one is not None and self._line(one.request.model).move(one, tier=tier, is_late=one.is_late):
-            self._first(one.request.model)
-
-    def _first(self, model: str) -> None:
-        """Another one is the first of its order: there may be room for it where there was none for the last."""
-        self._wake(
-            *(
-                one
-                for one in self.replicas.values()
-                if one.loaded == model and (self.evicts or not one.is_full)
-            )
-        )
-
-    def _wake(self, *replicas: Replica) -> None:
-        """They may have room."""
-        for one in replicas:
-            if one.serves is not None:
-                heap = self._ready.get(one.serves)
-                if heap is None:
-                    heap = self._ready[one.serves] = LazyHeap()
-                heap.put(one.name, (self._to_do_s(one), one.name))
-
-    def _see(self, workers: Sequence[WorkerView]) -> None:
-        if workers is not self._viewed:
-            self._viewed = workers
-            for view in workers:
-                self.replicas[view.name].view = view
+    def _wake_for(self, model: str) -> None:
+        """Another request is the first of an order: there may be room for it where there was none for the last."""
+        for one in self.replicas.values():
+            if one.loaded == model and (self.evicts or not one.is_full):
+                self._ready[one.name] = None
 
     def _look(self, now_s: float) -> None:
         self._looked_s = now_s
@@ -417,22 +428,27 @@ class Deadline(WithinShares):
             self._line(model).left_s = self._now_s
 
     def _equipped(self) -> None:
-        self._serve(self.replicas.values())
-        self._wake(*self.replicas.values())
+        """What a client may be ahead, and whose requests hold virtual time back, follows from the workers."""
+        some = self.replicas.values()
+        if self.ahead is None and self.tiers and some:
+            self.shares.ahead = AHEAD_PART * min(one.kv_tokens for one in some)
+        self.shares.serve({m for one in some for m in (*one.swap_s, one.loaded) if m is not None})
+        self._ready.update(dict.fromkeys(self.replicas))
 
     def _shown(self, replica: Replica, now_s: float) -> Mapping[str, object]:
         """A worker and the orders from which it takes, the one that goes first before the others."""
-        line, rows = self._line(replica.loaded or ""), []
-        for at, first, count in line.orders() if replica.loaded is not None else ():
+        rows = []
+        orders = {} if replica.loaded is None else self._line(replica.loaded).orders()
+        for (tier, is_late), (first, count) in orders.items():
             slack_s = round(first.due_s - now_s, 3)
             rows.append(
                 {
-                    "group": at,
+                    "group": 2 * tier + is_late,
                     "model": replica.loaded,
-                    "class": "(late)" if first.is_late else first.slo_class,
-                    "tier": first.tier,
+                    "class": "(late)" if is_late else first.slo_class,
+                    "tier": tier,
                     "waiting": count,
-                    "running": sum(flight.tier == first.tier for flight in replica.flights.values()),
+                    "running": sum(flight.tier == tier for flight in replica.flights.values()),
                     "starts_s": round(self._to_do_s(replica), 3),
                     "slack_s": slack_s,
                     "late_s": max(0.0, -slack_s),
@@ -453,3 +469,4 @@ class Deadline(WithinShares):
             self._line("").remove(one)
             one.request = replace(one.request, model=model)
             self._line(model).put(one)
+        self.shares.rename("", model)

@@ -1,7 +1,7 @@
 """Groups of requests that are planned as one (QLM, Algorithm 1, without its clustering by lengths).
 
-    group     requests of one model, class and tier, first come, first served. Those that are late already are of a kind
-              of their own, of all classes
+    group     requests of one model and class, first come, first served. Those that are late already are of a kind of
+              their own, of all classes
     size      a group that has not begun is split into an older and a newer half when it has more than `delta` average
               batches waiting
     begun     a worker has taken one of its requests: the group stays there and is no longer split, unless another
@@ -14,11 +14,13 @@ many requests.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import ceil, inf, log2
 from typing import NamedTuple
 
+from router.placement.contract import Request
+from sglang_fair.common.deadlines import Promise
 from sglang_fair.core.heap import LazyHeap
 
 MOST_MARGIN = 0.25
@@ -28,46 +30,36 @@ Key = tuple[int, float, int]
 """Place in line: 0 for one that was taken back, when it or its interaction began, and a number that is its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One request that waits. `since_s`: when it came; of a later call, when its interaction began. ValueError for
-    numbers that no request has: one of them would spoil the sums and the order of all others."""
-
-    id: str
-    client: str
-    model: str
-    slo_class: str
-    prompt_tokens: int
-    expected_output_tokens: float
-    since_s: float
-    deadline_s: float
-    output_variance: float = 0.0
-    """Tokens squared, of its output about the expected one."""
-    exclude: tuple[str, ...] = ()
-    """Workers that must not get it."""
-
-    def __post_init__(self) -> None:
-        sizes = self.prompt_tokens, self.expected_output_tokens, self.output_variance
-        if not all(0 <= one < inf for one in sizes):
-            raise ValueError(f"request {self.id!r:.80}: tokens are finite and not negative, not {sizes}")
-        if not (isfinite(self.since_s) and isfinite(self.deadline_s)):
-            raise ValueError(f"request {self.id!r:.80}: {self.since_s} and {self.deadline_s} are no times")
-
-
 class Kind(NamedTuple):
     """What the requests of a group have in common."""
 
     model: str
     slo_class: str
-    tier: int
     exclude: tuple[str, ...] = ()
     late: bool = False
     """Their deadlines are missed."""
 
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request that waits or runs, with its promise."""
+
+    request: Request
+    promise: Promise
+    key: Key
+    group: "Group"
+    waits: bool = True
+
     @property
-    def rank(self) -> int:
-        """Which goes before which: within their share before ahead of it; in time before late."""
-        return 2 * self.tier + self.late
+    def since_s(self) -> float:
+        """When it came; of a later call, when its interaction began."""
+        return self.promise.due_s - self.promise.slo_s
+
+    @property
+    def work(self) -> tuple[int, float, float]:
+        """Tokens of its prompt, expected of its output, and their variance."""
+        expected = self.request.expected_output_tokens
+        return self.request.input_tokens, expected, expected**2
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +70,7 @@ class Group:
     kind: Kind
     since: Key
     """Requests of its kind from this key on are its own, up to the next group's."""
-    line: list[tuple[Key, Entry]] = field(default_factory=list)
+    line: list[Entry] = field(default_factory=list)
     deadlines: list[float] = field(default_factory=list)
     """Of those that wait, the earliest first."""
     prompt_tokens: int = 0
@@ -90,59 +82,31 @@ class Group:
     begun_on: str | None = None
 
     @property
-    def is_bound(self) -> bool:
-        """It may not stand before a group of tier 0."""
-        return self.kind.tier == 1 and self.begun_on is None
-
-    @property
-    def urgency(self) -> tuple[int, bool, float, int]:
-        """Less goes first: tier, those in time, deadline (of late ones, since when). IndexError if none waits."""
-        return self.kind.tier, self.kind.late, self.span_s[0], self.number
-
-    @property
-    def span_s(self) -> tuple[float, float]:
-        """Deadlines, or of late ones since when they wait, of the first and the last."""
-        if self.kind.late:
-            return self.line[0][1].since_s, self.line[-1][1].since_s
-        return self.deadlines[0], self.deadlines[-1]
+    def urgency(self) -> tuple[bool, float, int]:
+        """Less goes first: those in time, then by deadline (of late ones, since when). IndexError if none waits."""
+        first_s = self.line[0].since_s if self.kind.late else self.deadlines[0]
+        return self.kind.late, first_s, self.number
 
     def is_in_danger(self, now_s: float, part: float) -> bool:
         """Whether its first has less than this part of its time left; not if it is late already."""
-        first = self.line[0][1]
-        return not self.kind.late and self.deadlines[0] - now_s < part * (first.deadline_s - first.since_s)
+        return not self.kind.late and self.deadlines[0] - now_s < part * self.line[0].promise.slo_s
 
-    def promised(self) -> tuple[float, float]:
-        """Within how long those in line should have begun of which that is shortest, and which part of all was promised
-        that or twice as long. O(size)."""
-        spans = [max(0.0, one.deadline_s - one.since_s) for _, one in self.line]
-        shortest = min(spans)
-        return shortest, sum(span <= 2 * shortest for span in spans) / len(spans)
-
-    def count(self, request: Entry, sign: int) -> None:
+    def count(self, entry: Entry, sign: int) -> None:
         """One of them waits from now on (1), or does not (-1)."""
-        self.prompt_tokens += sign * request.prompt_tokens
-        self.output_tokens += sign * request.expected_output_tokens
-        self.output_variance += sign * request.output_variance
+        prompt_tokens, output_tokens, variance = entry.work
+        self.prompt_tokens += sign * prompt_tokens
+        self.output_tokens += sign * output_tokens
+        self.output_variance += sign * variance
         if sign > 0:
-            insort(self.deadlines, request.deadline_s)
+            insort(self.deadlines, entry.promise.due_s)
         else:
-            del self.deadlines[bisect_left(self.deadlines, request.deadline_s)]
+            del self.deadlines[bisect_left(self.deadlines, entry.promise.due_s)]
             if not self.deadlines:  # drop what rounding has left over
                 self.output_tokens = self.output_variance = 0.0
 
     def __len__(self) -> int:
         """How many wait."""
         return len(self.deadlines)
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A request that waits or runs."""
-
-    key: Key
-    request: Entry
-    group: Group
-    waits: bool = True
 
 
 class Groups:
@@ -154,67 +118,58 @@ class Groups:
             raise ValueError(f"delta and batch are numbers above 0, not {delta!r} and {batch!r}")
         self._delta, self._batch = delta, batch
         self._batches: dict[str, float] = {}
-        self._groups: dict[int, Group] = {}
+        self.by_number: dict[int, Group] = {}
+        """The oldest first. Not to be written to."""
+        self.entries: dict[str, Entry] = {}
+        """By request. Not to be written to."""
         self._of_kind: dict[Kind, list[Group]] = {}
         """Each list in order of `since`."""
-        self._members: dict[str, _Member] = {}
-        self._heads: dict[tuple[str, int], LazyHeap[Group]] = {}
-        """By model and rank, the groups in which some wait, by urgency."""
+        self._heads: dict[tuple[str, bool], LazyHeap[Group]] = {}
+        """By model and whether they are late, the groups in which some wait, by urgency."""
         self._born: list[tuple[Group, Group | None]] = []
         self._numbers = self._arrivals = 0
-        self.missed: list[str] = []
-        """Requests that were found to be late; for others to empty."""
 
     # -- requests
 
-    def add(self, request: Entry, tier: int) -> Group:
-        """`request` waits. The group it is in; that of the first one if its id is here already."""
-        known = self._members.get(request.id)
-        if known is not None:
-            return known.group
+    def add(self, request: Request, promise: Promise) -> Group:
+        """`request` waits. The group it is in."""
         self._arrivals += 1
-        kind = Kind(request.model, request.slo_class, tier, request.exclude)
-        return self._enter(kind, request, (1, request.since_s, self._arrivals))
+        slo_class = f"{promise.slo_class}~{ceil(2 * log2(promise.slo_s))}"
+        key = 1, promise.due_s - promise.slo_s, self._arrivals
+        return self._enter(Kind(request.model, slo_class, request.exclude), request, promise, key)
 
-    def take(self, group: Group, worker: str, *, lends: bool = False) -> Entry:
+    def take(self, group: Group, worker: str, *, lends: bool = False) -> Request:
         """`worker` serves the next of a group, which begins there if it has not; with `lends` the group stays as it is.
         IndexError if none of it waits, ValueError if it has begun elsewhere."""
         if not lends:
             if group.begun_on not in (None, worker):
                 raise ValueError(f"group {group.number} has begun on {group.begun_on}, not on {worker}")
             group.begun_on = worker
-        _, request = group.line.pop(0)
+        entry = group.line.pop(0)
         group.running += 1
-        group.count(request, -1)
+        group.count(entry, -1)
         self._rank(group)
-        self._members[request.id].waits = False
-        return request
+        entry.waits = False
+        return entry.request
 
     def put_back(self, request_id: str) -> None:
-        """A request that ran was taken back: it waits in front of its group."""
-        member = self._members.get(request_id)
-        if member is not None and not member.waits:
-            member.key, member.waits = (0, *member.key[1:]), True
-            member.group.running -= 1
-            self._wait(member)
+        """A request that was taken is not sent: it waits in front of its group."""
+        entry = self.entries[request_id]
+        entry.key, entry.waits = (0, *entry.key[1:]), True
+        entry.group.running -= 1
+        self._wait(entry)
 
     def remove(self, request_id: str) -> Group | None:
         """A request is over or was given up. Returns its group; None if the id is not here."""
-        member = self._members.pop(request_id, None)
-        if member is None:
+        entry = self.entries.pop(request_id, None)
+        if entry is None:
             return None
-        if member.waits:
-            self._leave(member)
+        if entry.waits:
+            self._leave(entry)
         else:
-            member.group.running -= 1
-        self._end_if_over(member.group)
-        return member.group
-
-    def judge(self, request_id: str, tier: int) -> None:
-        """A request is of this tier: if it waits it goes into another group, at its place there."""
-        member = self._members.get(request_id)
-        if member is not None and member.waits and member.group.kind.tier != tier:
-            self._move(member, member.group.kind._replace(tier=tier))
+            entry.group.running -= 1
+        self._end_if_over(entry.group)
+        return entry.group
 
     def miss(self, group: Group, now_s: float, first_token_s: float, most: int) -> bool:
         """The first in line that cannot be in time any more, at most `most`, go to a group of late ones. Whether there
@@ -222,12 +177,12 @@ class Groups:
         is believed, so that a bad moment of a worker does not make all late."""
         moved = 0
         while moved < most and len(group):
-            first = group.line[0][1]
-            own_s = MOST_MARGIN * (first.deadline_s - first.since_s)
-            if first.deadline_s >= now_s + min(first_token_s, own_s):
+            entry = group.line[0]
+            if entry.promise.due_s >= now_s + min(first_token_s, MOST_MARGIN * entry.promise.slo_s):
                 break
-            self._move(self._members[first.id], group.kind._replace(slo_class="", late=True))
-            self.missed.append(first.id)
+            self._leave(entry)
+            self._end_if_over(group)
+            self._enter(group.kind._replace(slo_class="", late=True), entry.request, entry.promise, entry.key)
             moved += 1
         return moved > 0
 
@@ -241,7 +196,7 @@ class Groups:
 
     def worker_down(self, worker: str) -> None:
         """The groups that have begun there may begin anywhere. O(groups)."""
-        for group in list(self._groups.values()):
+        for group in list(self.by_number.values()):
             if group.begun_on == worker:
                 group.begun_on = None
                 self._split(group)
@@ -251,7 +206,7 @@ class Groups:
         if not 0 < requests < inf:
             raise ValueError(f"batch must be a number above 0, not {requests!r}")
         self._batches[model] = requests
-        for group in list(self._groups.values()):
+        for group in list(self.by_number.values()):
             if group.kind.model == model:
                 self._split(group)
 
@@ -265,9 +220,9 @@ class Groups:
 
     # -- what is here
 
-    def most_urgent(self, model: str, rank: int, worker: str) -> Group | None:
-        """Of this model and rank that `worker` may have, the group that goes first. None if none waits."""
-        heap = self._heads.get((model, rank))
+    def most_urgent(self, model: str, late: bool, worker: str) -> Group | None:
+        """Of this model, late or not, the group that goes first of those that `worker` may have. None if none waits."""
+        heap = self._heads.get((model, late))
         group = None if heap is None else heap.first()
         if group is None or worker not in group.kind.exclude:
             return group
@@ -276,33 +231,28 @@ class Groups:
 
     def of(self, request_id: str) -> Group | None:
         """The group of a request that waits or runs."""
-        member = self._members.get(request_id)
-        return None if member is None else member.group
+        entry = self.entries.get(request_id)
+        return None if entry is None else entry.group
 
     def drain_born(self) -> list[tuple[Group, Group | None]]:
         """The groups that are new since the last call and are not over, each with the one whose newer half it is."""
         born, self._born = self._born, []
-        return [one for one in born if one[0].number in self._groups]
-
-    @property
-    def by_number(self) -> Mapping[int, Group]:
-        """All groups, the oldest first. Not to be written to."""
-        return self._groups
+        return [one for one in born if one[0].number in self.by_number]
 
     def __iter__(self) -> Iterator[Group]:
-        return iter(self._groups.values())
+        return iter(self.by_number.values())
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.by_number)
 
     # -- inside
 
-    def _enter(self, kind: Kind, request: Entry, key: Key) -> Group:
+    def _enter(self, kind: Kind, request: Request, promise: Promise, key: Key) -> Group:
         group = self._open(kind, key)
         group.joined += 1
-        member = self._members[request.id] = _Member(key, request, group)
-        self._wait(member)
-        return member.group
+        entry = self.entries[request.id] = Entry(request, promise, key, group)
+        self._wait(entry)
+        return entry.group
 
     def _open(self, kind: Kind, key: Key) -> Group:
         """The group of this kind whose piece the key lies in, or the next that may still be joined, or a new one."""
@@ -315,7 +265,7 @@ class Groups:
 
     def _create(self, kind: Kind, since: Key, after: Group | None) -> Group:
         self._numbers += 1
-        group = self._groups[self._numbers] = Group(self._numbers, kind, since)
+        group = self.by_number[self._numbers] = Group(self._numbers, kind, since)
         insort(self._of_kind.setdefault(kind, []), group, key=lambda one: one.since)
         self._born.append((group, after))
         return group
@@ -331,40 +281,34 @@ class Groups:
         """The newer half of a group becomes one of its own; all, if that is one."""
         middle = len(group.line) // 2 + (len(group.line) > 1 and len(group.line) % 2)
         line = group.line[middle:]
-        newer = self._create(group.kind, line[0][0], group)
+        newer = self._create(group.kind, line[0].key, group)
         newer.joined = len(line)
         group.joined -= len(line)
         del group.line[middle:]
         newer.line = line
-        for key, request in line:
-            del key
-            group.count(request, -1)
-            newer.count(request, 1)
-            self._members[request.id].group = newer
+        for entry in line:
+            group.count(entry, -1)
+            newer.count(entry, 1)
+            entry.group = newer
         self._rank(group)
         self._rank(newer)
         return newer
 
-    def _move(self, member: _Member, kind: Kind) -> None:
-        del self._members[member.request.id]
-        self._leave(member)
-        self._end_if_over(member.group)
-        self._enter(kind, member.request, member.key)
+    def _wait(self, entry: Entry) -> None:
+        insort(entry.group.line, entry, key=lambda one: one.key)
+        entry.group.count(entry, 1)
+        self._rank(entry.group)
+        self._split(entry.group)
 
-    def _wait(self, member: _Member) -> None:
-        insort(member.group.line, (member.key, member.request), key=lambda one: one[0])
-        member.group.count(member.request, 1)
-        self._rank(member.group)
-        self._split(member.group)
-
-    def _leave(self, member: _Member) -> None:
-        del member.group.line[bisect_left(member.group.line, member.key, key=lambda one: one[0])]
-        member.group.count(member.request, -1)
-        self._rank(member.group)
+    def _leave(self, entry: Entry) -> None:
+        group = entry.group
+        del group.line[bisect_left(group.line, entry.key, key=lambda one: one.key)]
+        group.count(entry, -1)
+        self._rank(group)
 
     def _rank(self, group: Group) -> None:
         """Some of it have come or gone: its place among all follows."""
-        place = group.kind.model, group.kind.rank
+        place = group.kind.model, group.kind.late
         heap = self._heads.get(place)
         if group.deadlines:
             if heap is None:
@@ -376,9 +320,9 @@ class Groups:
                 del self._heads[place]
 
     def _end_if_over(self, group: Group) -> None:
-        if group.running or len(group) or group.number not in self._groups:
+        if group.running or len(group) or group.number not in self.by_number:
             return
-        del self._groups[group.number]
+        del self.by_number[group.number]
         groups = self._of_kind[group.kind]
         groups.remove(group)
         if not groups:

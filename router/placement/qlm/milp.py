@@ -1,8 +1,8 @@
 """The same problem as a mixed-integer program (QLM, Equations 6-13, corrected), for HiGHS.
 
 For up to `MOST_GROUPS` groups, and as an oracle: four groups on two queues take 0.1 s, six a second, eight ten. It is
-solved for lateness in tier 0, then in tier 1 with that kept, then for the sum of starts. For queue g, group i and place
-j, with W drain, C - W tail, S swap:
+solved for lateness, then for the sum of starts with that kept. For queue g, group i and place j, with W drain, C - W
+tail, S swap:
 
     x[g,i,j]   i stands there. Each group once; a place is filled only if the one before is; at most one in a place
     y[g,j,m]   m is the model at j. One in each place; that of the group which stands there, if one does
@@ -12,7 +12,7 @@ j, with W drain, C - W tail, S swap:
     p[i]       late:  p >= s - slack[g,i] - M(1 - x[g,i,j])
 
 The swap stands in d because how long it takes depends on the model; slack[g,i] is the smaller of both slacks of
-`problem`. A group of tier 1 that has not begun and one of tier 0 behind it: not both.
+`problem`.
 """
 
 from collections.abc import Sequence
@@ -93,7 +93,6 @@ class _Program:
                 self._choose_models(g, j)
                 self._wait_for_swaps(g, j)
                 self._be_late(g, j)
-                self._keep_tiers(g, j)
 
     def _block(self, *shape: int) -> NDArray[np.int64]:
         size = int(np.prod(shape))
@@ -139,12 +138,6 @@ class _Program:
             self.rows.add([(1.0, self.p[i]), (-self.big_late, self.x[g, i, j]), *start], late_by)
             self.rows.add([(1.0, self.w[i]), (-self.big, self.x[g, i, j]), *start], ahead_s - self.big)
 
-    def _keep_tiers(self, g: int, j: int) -> None:
-        bound = [(-1.0, self.x[g, i, j]) for i in range(self.n) if self.demands[i].is_bound]
-        for k in range(j + 1, self.n) if bound else ():
-            free = [(-1.0, self.x[g, i, k]) for i in range(self.n) if self.demands[i].tier == 0]
-            self.rows.add(bound + free, -1)
-
     def minimise(self, goal: Sequence[int], nodes: int) -> NDArray[np.float64] | None:
         """The variables where the sum of `goal` is least, which is kept from now on; None if the nodes do not do."""
         from scipy.optimize import Bounds, milp
@@ -186,14 +179,8 @@ def solve(problem: Problem, *, starts: bool = False) -> dict[str, list[int]] | N
     nodes did not suffice. O(groups² · queues) variables: for few groups."""
     if not problem.demands:
         return {queue.worker: [] for queue in problem.queues}
-    program, found = _Program(problem), None
-    goals = [
-        [program.p[i] for i, demand in enumerate(problem.demands) if demand.tier == tier] for tier in (0, 1)
-    ]
-    for goal in [*goals, list(program.w) if starts else []]:
-        if goal:
-            found = program.minimise(goal, NODES)
-            if found is None:
-                return None
-    assert found is not None
-    return program.orders(found)
+    program = _Program(problem)
+    found = program.minimise(list(program.p), NODES)
+    if found is not None and starts:
+        found = program.minimise(list(program.w), NODES)
+    return None if found is None else program.orders(found)

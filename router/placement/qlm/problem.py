@@ -7,24 +7,23 @@ The model is that of QLM (Equations 6-13), corrected. For a queue of groups i at
     end      start + drain
     late     max(0, start - slack), and of the last of its requests max(0, end - last slack)
 
-    minimise lexicographically  late in tier 0,  late in tier 1,  starts
+    minimise lexicographically  late,  starts
 
 with drain W (`Demand.drain_s`): how long until those behind it begin; tail C - W: how long its last request still
-writes; slack: until the earliest deadline of its requests. A group that has begun stays at its worker. No group of tier
-1 that has not begun stands before one of tier 0.
+writes; slack: until the earliest deadline of its requests. A group that has begun stays at its worker.
 
 `worth` is this definition written out. `search` and `milp` compute the same in other ways. `edf` is the order until a
-plan comes, and where the search starts: earliest deadline first by tier, the loaded model first while slack allows, so
-a deadline of an hour does not cause a swap now. O(groups · queues).
+plan comes, and where the search starts: earliest deadline first, the loaded model first while slack allows, so a
+deadline of an hour does not cause a swap now. O(groups · queues).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 FAR_S = 30 * 86_400.0
-"""Slack of who is late already: nothing is lost by waiting."""
+"""Slack of what is late already: nothing is lost by waiting."""
 
 Orders = Mapping[str, Sequence[int]]
 """Worker -> the numbers of its groups, the first one first."""
@@ -40,19 +39,10 @@ class Demand:
     drain_s: Mapping[str, float]
     tail_s: Mapping[str, float] = field(default_factory=dict)
     """By worker; 0 where nothing is said."""
-    tier: int = 0
     last_slack_s: float = inf
     """Of its last request, which begins when the rest of the group is drained; inf: only the first one counts, as in
     the paper."""
     begun_on: str | None = None
-    promised: tuple[float, float] | None = None
-    """Of what is late already: within how long the most urgent of it should have begun, and which part of it that is.
-    None: it is in time. It makes no difference to a plan, but shows what is missing."""
-
-    @property
-    def is_bound(self) -> bool:
-        """It may not stand before a group of tier 0: it is of tier 1 and has not begun."""
-        return self.tier == 1 and self.begun_on is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +64,6 @@ class Worth(NamedTuple):
     """Less is better, the first number first. Seconds, summed over groups."""
 
     late_s: float
-    """In tier 0."""
-    later_s: float
-    """In tier 1."""
     waiting_s: float
 
     def rounded(self) -> "Worth":
@@ -131,37 +118,23 @@ def all_slots(problem: Problem, orders: Orders) -> Iterator[Slot]:
 
 def worth(problem: Problem, orders: Orders) -> Worth:
     """Of all queues."""
-    late = [0.0, 0.0]
-    waiting_s = 0.0
+    late_s = waiting_s = 0.0
     for slot in all_slots(problem, orders):
-        late[slot.demand.tier] += slot.late_s
+        late_s += slot.late_s
         waiting_s += slot.start_s
-    return Worth(late[0], late[1], waiting_s)
-
-
-def urgency(demand: Demand) -> tuple[bool, float, int]:
-    """Begun or of tier 0 before tier 1, then the earliest deadline."""
-    return demand.is_bound, demand.slack_s, demand.number
+    return Worth(late_s, waiting_s)
 
 
 def edf(problem: Problem, *, patient: bool = True) -> dict[str, list[int]]:
-    """Orders for all queues, with each group once."""
-    assigned = _assign(problem, urgency)
-    orders = {}
-    for queue in problem.queues:
-        order = assigned[queue.worker]
-        if patient:
-            order = wait_with_swaps(queue, order)
-        orders[queue.worker] = [demand.number for demand in order]
-    return orders
+    """Orders for all queues, with each group once: by the earliest deadline; if `patient`, groups of the loaded model
+    before a switch that has time."""
+    assigned = assign(problem, lambda one: (one.slack_s, one.number))
+    if patient:
+        assigned = {queue.worker: wait_with_swaps(queue, assigned[queue.worker]) for queue in problem.queues}
+    return {worker: [one.number for one in order] for worker, order in assigned.items()}
 
 
-def assign(problem: Problem, by: Callable[[Demand], tuple[bool, float, int]]) -> dict[str, list[int]]:
-    """The numbers of `_assign`."""
-    return {worker: [one.number for one in order] for worker, order in _assign(problem, by).items()}
-
-
-def _assign(problem: Problem, by: Callable[[Demand], tuple[bool, float, int]]) -> dict[str, list[Demand]]:
+def assign(problem: Problem, by: Callable[[Demand], tuple[float, int]]) -> dict[str, list[Demand]]:
     """Groups in order of `by`, each to the queue where it would start first. Of equal ones the first queue."""
     queues = problem.queues
     now_s = [queue.ahead_s for queue in queues]
@@ -185,7 +158,7 @@ def _assign(problem: Problem, by: Callable[[Demand], tuple[bool, float, int]]) -
 
 def wait_with_swaps(queue: Queue, order: Sequence[Demand]) -> list[Demand]:
     """The same groups, which come in order of urgency; those of the model that is loaded before a switch that has
-    time. Tiers are kept."""
+    time."""
     left, done = list(order), list[Demand]()
     now_s, tail_s, model = queue.ahead_s, queue.tail_s, queue.loaded
     while left:
@@ -193,7 +166,7 @@ def wait_with_swaps(queue: Queue, order: Sequence[Demand]) -> list[Demand]:
         chosen = urgent
         if urgent.model != model:
             same = next((one for one in left if one.model == model), None)
-            if same is not None and urgency(same)[0] == urgency(urgent)[0]:
+            if same is not None:
                 free_s = now_s + same.drain_s[queue.worker]
                 free_s += same.tail_s.get(queue.worker, 0.0) + queue.swap_s[urgent.model]
                 if free_s <= urgent.slack_s:
@@ -208,49 +181,18 @@ def wait_with_swaps(queue: Queue, order: Sequence[Demand]) -> list[Demand]:
 
 def stays(queue: Queue, order: Sequence[Demand]) -> bool:
     """Whether a worker serves all of its loaded model first, before it loads the one that its queue, in this order, has
-    next: if no group of another model is later by that, with the time of one more swap to spare. Groups ahead of their
-    clients' share do not wait for that while one within its share comes first. A swap costs the same whenever it is
-    made, so each that is put off until more waits for the other model saves one. O(groups)."""
+    next: if no group of another model is later by that, with the time of one more swap to spare. A swap costs the same
+    whenever it is made, so each that is put off until more waits for the other model saves one. O(groups)."""
     if not order or order[0].model == queue.loaded or order[0].model not in queue.swap_s:
         return False
-    mine = [one for one in order if one.model == queue.loaded and one.tier <= order[0].tier]
+    mine = [one for one in order if one.model == queue.loaded]
+    others = [one for one in order if one.model != queue.loaded]
     if not mine:
         return False
-    first = {one.number for one in mine}
-    others = [one for one in order if one.number not in first]
     as_it_is = {slot.demand.number: slot.late_s for slot in slots(queue, order)}
     later = replace(queue, ahead_s=queue.ahead_s + queue.swap_s[order[0].model])
     return all(
         slot.late_s <= as_it_is[slot.demand.number]
         for slot in slots(later, [*mine, *others])
-        if slot.demand.number not in first
+        if slot.demand.model != queue.loaded
     )
-
-
-Solver = Literal["auto", "search", "milp"]
-SOLVERS: tuple[Solver, ...] = ("auto", "search", "milp")
-MOST_WORK = 1_500_000
-"""Groups that a search may look at."""
-
-
-class Needed(NamedTuple):
-    """How many more replicas would do: with `more` an order was found that is in time, so that many suffice. None: none
-    was found up to `plan.MOST_REPLICAS`, and none with `least`."""
-
-    more: int | None
-    least: int
-    models: Mapping[str, int]
-    """How many of `more` begin with which model."""
-    why: str
-
-
-class Answer(NamedTuple):
-    """Orders for all queues; how many groups are late all the same, by how much in tier 0 and tier 1. `needed`: what
-    would do, if it was to be found out and somebody is late."""
-
-    orders: Orders
-    late: int = 0
-    late_s: float = 0.0
-    later_s: float = 0.0
-    is_short: bool = False
-    needed: Needed | None = None

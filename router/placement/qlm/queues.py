@@ -1,13 +1,12 @@
 """Virtual queues: in which order each worker gets the groups, what it pulls next, and which model it is to have.
 
     new groups  the newer half of a group goes behind the older one; any other one into the queue where it would start
-                first, in front of those of tier 1 that have not begun
+                first
     pulling     a worker that has room gets a request of its first groups of the model that is loaded, up to the first
-                of another model, which waits for the swap. Of these: within its share before ahead of it, what can be
-                in time before what is late, then the earliest deadline. Every `OVERDUE_EVERY`th pull is of who is late
-                longest, so none starves. (The paper counts seconds of lateness: one that is late by a minute is worth
-                as much as sixty by a second)
-    lending     it serves requests of other queues, of its model, that come before its own in tier and lateness, or have
+                of another model, which waits for the swap. Of these: what can be in time before what is late, then the
+                earliest deadline. Every `OVERDUE_EVERY`th pull is of what is late longest, so none starves. (The paper
+                counts seconds of lateness: one that is late by a minute is worth as much as sixty by a second)
+    lending     it serves requests of other queues, of its model, that can be in time while its own are late, or have
                 less than `DANGER` of their time left and are more urgent than its own. Without it, in a trial, up to 40
                 points of attainment were lost to EDF by request: urgent requests waited in one queue while another
                 worker served its own, which had time
@@ -19,7 +18,7 @@
                 without a later group of another model (`problem.stays`), nor before a model that was just loaded has
                 served some request
     eviction    a worker that `evicts` takes requests back for more urgent ones (`core.preemption`): what is in flight
-                and due `LATER_S` later does not count against one of tier 0
+                and due much later does not count against one in time
 
 A worker that is gone leaves its groups to the others. What can be served nowhere waits in `stranded`.
 """
@@ -29,12 +28,12 @@ from dataclasses import dataclass, field, replace
 from itertools import dropwhile, takewhile
 from math import inf
 
+from router.placement.contract import Request
 from router.placement.qlm.estimate import Ahead, Estimator, Pace, Wait
-from router.placement.qlm.groups import Entry, Group, Groups
+from router.placement.qlm.groups import Group, Groups
 from router.placement.qlm.problem import FAR_S, Demand, Orders, Problem, Queue, Slot, slots, stays
 from router.placement.window import InFlight
 
-LATER_S = 120.0
 OVERDUE_EVERY = 8
 DANGER = 0.75
 LAST = 4.0
@@ -58,8 +57,8 @@ class Worker:
     evicts: bool = False
     groups: list[int] = field(default_factory=list)
     """Its queue."""
-    in_flight: dict[str, tuple[str, float, int | None]] = field(default_factory=dict)
-    """By request, its client, its tokens and when it is due, in steps of `LATER_S`."""
+    in_flight: dict[str, tuple[str, float, float]] = field(default_factory=dict)
+    """By request, its client, its tokens and when it is due."""
     sent: InFlight = field(default_factory=InFlight)
     overrun_tokens: int = 0
     is_open: bool = True
@@ -79,44 +78,30 @@ class Worker:
         may = self.is_open and (kind.model == self.loaded or kind.model in self.swap_s)
         return may and self.name not in kind.exclude and group.begun_on in (None, self.name)
 
-    def has_room(self, tier: int, due_s: float | None = None) -> bool:
-        """Whether a request of this tier may be sent there, which is due at `due_s` if that is said: below the KV
-        cache, in tier 0 a prefill chunk more, so that one within its share is always at the worker at once."""
-        if self.held_tokens < self.kv_tokens + (0 if tier else self.chunk_tokens):
+    def has_room(self, due_s: float | None = None) -> bool:
+        """Whether a request may be sent there, which is due at `due_s` and in time if that is said: below the KV cache
+        and a prefill chunk."""
+        if self.held_tokens < self.kv_tokens + self.chunk_tokens:
             return True
-        if tier or not self.evicts or due_s is None:
-            return False
-        later = self.sent.due_from(int(due_s // LATER_S) + 2)
-        return self.held_tokens - later < self.kv_tokens
-
-    def is_small(self, client: str, tokens: float) -> bool:
-        """Whether a request of tier 0 and so many tokens may be sent there beyond the window: up to half of its
-        client's part of the KV cache, until twice the KV cache is in flight."""
-        return self.sent.is_small(client, tokens, self.kv_tokens) and self.held_tokens < 2 * self.kv_tokens
+        return (
+            self.evicts and due_s is not None and self.held_tokens - self.sent.later(due_s) < self.kv_tokens
+        )
 
     @property
     def held_tokens(self) -> float:
         """What the window counts."""
         return self.sent.tokens + self.overrun_tokens
 
-    def send(self, request_id: str, tokens: float, due_s: float | None = None, client: str = "") -> None:
-        """A request is in flight there. Nothing happens if it is already."""
-        if request_id in self.in_flight:
-            return
+    def send(self, request_id: str, tokens: float, due_s: float, client: str = "") -> None:
+        """A request is in flight there."""
         self.sends += 1
         self.is_fresh = False
-        due = int(due_s // LATER_S) if self.evicts and due_s is not None else None
-        self.in_flight[request_id] = client, tokens, due
-        self.sent.add(client, tokens, due)
+        self.in_flight[request_id] = client, tokens, due_s
+        self.sent.add(client, tokens, due_s)
 
     def land(self, request_id: str) -> None:
-        """It is in flight no more, if it was."""
-        found = self.in_flight.pop(request_id, None)
-        if found is None:
-            return
-        self.sent.remove(*found)
-        if not self.in_flight:
-            self.sent.clear()
+        """It is in flight no more."""
+        self.sent.remove(*self.in_flight.pop(request_id))
 
 
 class VirtualQueues:
@@ -131,8 +116,8 @@ class VirtualQueues:
         """Entries of plans that named what was not there."""
         self._where: dict[int, str] = {}
         """In whose queue a group is."""
-        self._pulled: dict[str, str] = {}
-        """Where the requests in flight are."""
+        self.pulled: dict[str, str] = {}
+        """Where the requests in flight are. Not to be written to."""
         self._idle: dict[str, tuple[float, int]] = {}
         """Since when a worker is idle, and how many requests it had got by then."""
 
@@ -192,26 +177,24 @@ class VirtualQueues:
                 owner.groups.insert(owner.groups.index(after.number) + 1, group.number)
                 self._where[group.number] = owner.name
 
-    def pull(self, name: str, now_s: float = -inf) -> Entry | None:
+    def pull(self, name: str, now_s: float = -inf) -> Request | None:
         """The request that a worker gets; None if it has enough, or has to load another model first."""
         worker = self.workers[name]
-        if not (worker.is_open and (worker.evicts or worker.has_room(0))):
+        if not (worker.is_open and (worker.evicts or worker.has_room())):
             return None
         group = self._next(worker, now_s)
         if group is None:
             return None
         request = self.groups.take(group, name, lends=self._owner(group) is not worker)
         worker.pulls += 1
-        tokens = request.prompt_tokens + request.expected_output_tokens
-        self.send(name, request.id, tokens, request.deadline_s, request.client)
+        self.send(name, request, self.groups.entries[request.id].promise.due_s)
         return request
 
-    def send(
-        self, name: str, request_id: str, tokens: float, due_s: float | None = None, client: str = ""
-    ) -> None:
+    def send(self, name: str, request: Request, due_s: float) -> None:
         """A request is in flight at a worker."""
-        self.workers[name].send(request_id, tokens, due_s, client)
-        self._pulled[request_id] = name
+        tokens = request.input_tokens + request.expected_output_tokens
+        self.workers[name].send(request.id, tokens, due_s, request.client)
+        self.pulled[request.id] = name
 
     def ended(self, request_id: str) -> None:
         """A request is over or was given up."""
@@ -226,19 +209,13 @@ class VirtualQueues:
         self.groups.put_back(request_id)
         self.settle()
 
-    def judge(self, request_id: str, tier: int) -> None:
-        """A request is of this tier."""
-        before = self.groups.of(request_id)
-        self.groups.judge(request_id, tier)
-        if before is not None:
-            self._drop_if_over(before)
+    def rename(self, request_id: str, model: str) -> Request:
+        """A request that waits is for this model. The request as it is then."""
+        entry = self.groups.entries[request_id]
+        renamed = replace(entry.request, model=model)
+        self.ended(request_id)
+        self.groups.add(renamed, entry.promise)
         self.settle()
-
-    def rename(self, request: Entry, model: str) -> Entry:
-        """A request that waits is for this model; to be followed by `settle`. The request as it is then."""
-        group, renamed = self.groups.of(request.id), replace(request, model=model)
-        self.ended(request.id)
-        self.groups.add(renamed, 0 if group is None else group.kind.tier)
         return renamed
 
     # -- models
@@ -252,12 +229,6 @@ class VirtualQueues:
         if self._stays(worker, waiting, now_s):
             return worker.loaded
         return waiting[0].kind.model if waiting else None
-
-    def next_models(self, name: str) -> tuple[str, ...]:
-        """The models that its queue needs after the one that is loaded, the soonest first."""
-        worker = self.workers[name]
-        models = dict.fromkeys(group.kind.model for group in self.waiting(worker))
-        return tuple(model for model in models if model != worker.loaded)
 
     def take_over(self, now_s: float) -> int:
         """Idle workers take over groups for which they load another model; how many did. O(groups) for each."""
@@ -291,7 +262,7 @@ class VirtualQueues:
     def apply(self, plan: Orders) -> None:
         """What is still there of a plan. The rest is ignored and counted: what is not there any more, or never was, is
         named twice, has begun elsewhere or cannot be served there. Groups that it does not name stay at their worker:
-        behind those that it does, or in front if they have begun. None of tier 1 comes to stand before tier 0."""
+        behind those that it does, or in front if they have begun."""
         known, seen = self.groups.by_number, set[int]()
         orders: dict[str, list[int]] = {name: [] for name in self.workers}
         for name, numbers in plan.items():
@@ -306,7 +277,7 @@ class VirtualQueues:
             left = [number for number in worker.groups if number not in seen]
             begun = [number for number in left if known[number].begun_on is not None]
             rest = [number for number in left if known[number].begun_on is None]
-            worker.groups = self._by_tier([*begun, *orders[name], *rest])
+            worker.groups = [*begun, *orders[name], *rest]
             self._where.update(dict.fromkeys(worker.groups, name))
         self.stranded = [number for number in self.stranded if number not in seen]
 
@@ -353,10 +324,6 @@ class VirtualQueues:
         known = self.groups.by_number
         return [group for number in worker.groups if (group := known[number]).deadlines]
 
-    def where(self, request_id: str) -> str | None:
-        """The worker at which a request is in flight; None if it is not."""
-        return self._pulled.get(request_id)
-
     def orders(self) -> dict[str, tuple[int, ...]]:
         """The groups of every queue."""
         return {name: tuple(worker.groups) for name, worker in self.workers.items()}
@@ -389,17 +356,15 @@ class VirtualQueues:
 
     def _most_urgent(self, worker: Worker, own: Sequence[Group], now_s: float) -> Group | None:
         is_overdues_turn = not (worker.pulls + 1) % OVERDUE_EVERY
-        ranks: tuple[int, ...] = (1, 0, 3, 2) if is_overdues_turn else (0, 1, 2, 3)
-        if not worker.has_room(1):
-            ranks = ranks[:2]
+        order = (True, False) if is_overdues_turn else (False, True)
         may = [one for one in own if _has_room(worker, one)]
-        mine = min(may, key=lambda one: (ranks.index(one.kind.rank), one.urgency), default=None)
-        for rank in ranks:
-            is_same = mine is not None and mine.kind.rank == rank
-            other = self.groups.most_urgent(worker.loaded or "", rank, worker.name)
+        mine = min(may, key=lambda one: (order.index(one.kind.late), one.urgency), default=None)
+        for late in order:
+            is_same = mine is not None and mine.kind.late == late
+            other = self.groups.most_urgent(worker.loaded or "", late, worker.name)
             if other is not None and _has_room(worker, other):
                 if mine is None and not worker.groups:
-                    return self._steal(worker, rank) or other
+                    return self._steal(worker, late) or other
                 if mine is None or not is_same:
                     return other
                 if other.urgency < mine.urgency and other.is_in_danger(now_s, DANGER):
@@ -408,12 +373,12 @@ class VirtualQueues:
                 break
         return mine
 
-    def _steal(self, worker: Worker, rank: int) -> Group | None:
-        """A group of this rank comes from the longest of the other queues."""
+    def _steal(self, worker: Worker, late: bool) -> Group | None:
+        """A group, late or not, comes from the longest of the other queues."""
         found: dict[str, Group] = {}
         for group in self.groups:
             owner = self._owner(group)
-            if group.kind.rank != rank or group.kind.model != worker.loaded or not group.deadlines:
+            if group.kind.late != late or group.kind.model != worker.loaded or not group.deadlines:
                 continue
             if owner is not None and owner is not worker and worker.name not in group.kind.exclude:
                 known = found.get(owner.name)
@@ -476,15 +441,15 @@ class VirtualQueues:
         return worker.stays[0]
 
     def _before(self, group: Group) -> Ahead:
-        """What of the same model goes before the last of a group, and that group: those of lower ranks, and of its own
-        rank the part of each group whose deadlines are earlier, taken to be even."""
-        last_s, ahead = group.span_s[1], Ahead()
+        """What of the same model goes before the last of a group, and that group: those in time before those that are
+        late, and of its own kind the part of each group whose deadlines are earlier, taken to be even."""
+        ahead, (_, last_s) = Ahead(), _span(group)
         for other in self.groups:
-            if not len(other) or other.kind.model != group.kind.model or other.kind.rank > group.kind.rank:
+            if not len(other) or other.kind.model != group.kind.model or other.kind.late > group.kind.late:
                 continue
             part = 1.0
-            if other.kind.rank == group.kind.rank and other is not group:
-                first_s, end_s = other.span_s
+            if other.kind.late == group.kind.late and other is not group:
+                first_s, end_s = _span(other)
                 part = min(1.0, max(0.0, (last_s - first_s) / max(1e-9, end_s - first_s)))
             ahead = ahead.plus(other, part)
         return ahead
@@ -506,12 +471,10 @@ class VirtualQueues:
             number=group.number,
             model=model,
             slack_s=FAR_S if is_late else group.deadlines[0] - now_s if waits else 0.0,
-            last_slack_s=group.line[-1][1].deadline_s - now_s if waits and not is_late else inf,
             drain_s=drain_s,
             tail_s=tail_s,
-            tier=group.kind.tier,
+            last_slack_s=group.line[-1].promise.due_s - now_s if waits and not is_late else inf,
             begun_on=group.begun_on,
-            promised=group.promised() if waits and is_late else None,
         )
 
     def _as_queue(self, worker: Worker) -> Queue:
@@ -525,22 +488,14 @@ class VirtualQueues:
         return self.workers.get(self._where.get(group.number, ""))
 
     def _land(self, request_id: str) -> None:
-        worker = self.workers.get(self._pulled.pop(request_id, ""))
+        worker = self.workers.get(self.pulled.pop(request_id, ""))
         if worker is not None:
             worker.land(request_id)
 
     def _put(self, worker: Worker, number: int) -> None:
-        """A group comes into a queue, at its place by tier."""
-        worker.groups = self._by_tier([*worker.groups, number])
+        """A group comes into a queue, behind all others."""
+        worker.groups.append(number)
         self._where[number] = worker.name
-
-    def _by_tier(self, order: Sequence[int]) -> list[int]:
-        """The same groups; those of tier 1 that have not begun go behind the last one of tier 0, if one stands before
-        it. Else nothing changes."""
-        known = self.groups.by_number
-        last = max((at for at, number in enumerate(order) if not known[number].kind.tier), default=-1) + 1
-        front = sorted(order[:last], key=lambda number: known[number].is_bound)
-        return [*front, *order[last:]]
 
     def _drop_if_over(self, group: Group) -> None:
         if group.number in self.groups.by_number:
@@ -552,7 +507,7 @@ class VirtualQueues:
             self.stranded.remove(group.number)
 
     def _settle(self, numbers: Sequence[int]) -> None:
-        """Each group into the queue where it would start first, behind all that may stand before it."""
+        """Each group into the queue where it would start first, behind all others."""
         for number in numbers:
             group = self.groups.by_number.get(number)
             if group is None:
@@ -567,8 +522,7 @@ class VirtualQueues:
     def _starts(self, group: Group) -> Iterator[tuple[float, str]]:
         for name, worker in self.workers.items():
             if worker.can_serve(group):
-                ahead = [one for one in self.waiting(worker) if group.is_bound or not one.is_bound]
-                yield self.slots(name, 0.0, [*ahead, group])[-1].start_s, name
+                yield self.slots(name, 0.0, [*self.waiting(worker), group])[-1].start_s, name
 
     def _settle_stranded(self) -> None:
         stranded, self.stranded = self.stranded, []
@@ -586,4 +540,11 @@ class VirtualQueues:
 
 def _has_room(worker: Worker, group: Group) -> bool:
     """Whether the next of a group may be sent there."""
-    return worker.has_room(group.kind.tier, None if group.kind.late else group.deadlines[0])
+    return worker.has_room(None if group.kind.late else group.deadlines[0])
+
+
+def _span(group: Group) -> tuple[float, float]:
+    """Deadlines, or of late ones since when they wait, of the first and the last."""
+    if group.kind.late:
+        return group.line[0].since_s, group.line[-1].since_s
+    return group.deadlines[0], group.deadlines[-1]

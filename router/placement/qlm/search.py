@@ -1,35 +1,50 @@
-"""Orders for all queues by local search. Deterministic, and bounded by the groups that it looks at, not by time.
+"""The global scheduler: orders for all queues by local search, and exactly (`milp`) for a few groups. Pure.
 
     starts     EDF, as it is and without patience, and by the time by which a group has to be done; the best goes on
     insert     a group is taken out and put where it does best, over all places of all queues
     restarts   when that does not help: some groups of the best orders found are taken out at random and put back one
                by one where they do best
 
-The result is never worse than any start. As long as groups are late, they and those in front of them are tried; when
-none is, all are, so as to start earlier, and there are no restarts.
+Deterministic, and bounded by the groups that it looks at, not by time. The result is complete, so a queue never stands
+still because a deadline cannot be met, and never worse than any start. As long as groups are late, they and those in
+front of them are tried; when none is, all are, so as to start earlier, and there are no restarts.
 """
 
 from collections.abc import Iterable, Mapping
 from math import inf
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from router.placement.qlm.problem import (
-    MOST_WORK,
     Demand,
+    Orders,
     Problem,
     Queue,
     Worth,
+    all_slots,
     assign,
     can_serve,
     edf,
+    worth,
 )
 
+MOST_WORK = 1_500_000
+"""Groups that a search may look at."""
 MOST_REMOVED = 12
 """Groups that a restart takes out."""
 MOST_RESTARTS = 60
 """In a row without a better result."""
-NO_WORTH = Worth(0.0, 0.0, 0.0)
+
+Solver = Literal["auto", "search", "milp"]
+SOLVERS: tuple[Solver, ...] = ("auto", "search", "milp")
+
+
+class Answer(NamedTuple):
+    """Orders for all queues; how many groups are late all the same, and by how much."""
+
+    orders: Orders
+    late: int = 0
+    late_s: float = 0.0
 
 
 class Found(NamedTuple):
@@ -39,6 +54,31 @@ class Found(NamedTuple):
     worth: Worth
     start: Worth
     work: int
+
+
+def plan(problem: Problem, *, solver: Solver = "auto", most_work: int = MOST_WORK, seed: int = 0) -> Answer:
+    """The best orders found, the same for the same arguments: by search, and exactly too where few groups are late
+    (auto) or always (milp). ValueError for an unknown solver."""
+    if solver not in SOLVERS:
+        raise ValueError(f"solver is one of {', '.join(SOLVERS)}, not {solver!r}")
+    found = search(problem, most_work=most_work, seed=seed)
+    orders: Orders = found.orders
+    best = found.worth
+    if solver != "search":
+        from router.placement.qlm import (
+            milp,
+        )  # it takes numpy and scipy, which the router itself does not load
+
+        if solver == "milp" or (best.late_s and len(problem.demands) <= milp.MOST_GROUPS):
+            exact = milp.solve(problem, starts=solver == "milp")
+            if exact is not None and worth(problem, exact).rounded() < best:
+                orders, best = exact, worth(problem, exact).rounded()
+    return Answer(orders, sum(slot.late_s > 0 for slot in all_slots(problem, orders)), best.late_s)
+
+
+def search(problem: Problem, *, most_work: int = MOST_WORK, seed: int = 0) -> Found:
+    """Orders for all queues, with each group once. The same for the same arguments."""
+    return _Search(problem, most_work, seed).run()
 
 
 class _Search:
@@ -55,38 +95,43 @@ class _Search:
         self.worths: dict[str, Worth] = {}
 
     def run(self) -> Found:
-        found = [edf(self.problem), edf(self.problem, patient=False), assign(self.problem, _by_end)]
-        best, start = found[0], Worth(inf, inf, inf)
+        by_end = assign(
+            self.problem, lambda one: (one.slack_s + min(one.drain_s.values(), default=0.0), one.number)
+        )  # right for one model at one worker (earliest due date)
+        found: list[Orders] = [edf(self.problem), edf(self.problem, patient=False)]
+        found.append({worker: [one.number for one in order] for worker, order in by_end.items()})
+        best, start = found[0], Worth(inf, inf)
         for orders in found:
             self._set(orders)
             if self._worth() < start:
                 best, start = orders, self._worth()
         self._set(best)
         self._descend()
-        best, worth, failed = self._numbers(), self._worth(), 0
-        while (worth.late_s or worth.later_s) and failed < MOST_RESTARTS and self.work < self.most_work:
+        best, found_worth, failed = self._numbers(), self._worth(), 0
+        while found_worth.late_s and failed < MOST_RESTARTS and self.work < self.most_work:
             self._shake()
             self._descend()
-            if self._worth() < worth:
-                best, worth, failed = self._numbers(), self._worth(), 0
+            if self._worth() < found_worth:
+                best, found_worth, failed = self._numbers(), self._worth(), 0
             else:
                 self._set(best)
                 failed += 1
-        return Found(best, worth, start, self.work)
+        return Found({name: list(order) for name, order in best.items()}, found_worth, start, self.work)
 
-    def _set(self, orders: Mapping[str, list[int]]) -> None:
+    def _set(self, orders: Orders) -> None:
         self.orders = {name: [self.demands[number] for number in orders[name]] for name in self.queues}
         self.worths = {name: self._of(name) for name in self.queues}
 
-    def _numbers(self) -> dict[str, list[int]]:
+    def _numbers(self) -> Mapping[str, list[int]]:
         return {name: [demand.number for demand in order] for name, order in self.orders.items()}
 
     def _worth(self) -> Worth:
-        return _sum(*self.worths.values()).rounded()
+        late_s, waiting_s = (sum(part) for part in zip((0.0, 0.0), *self.worths.values(), strict=True))
+        return Worth(late_s, waiting_s).rounded()
 
     def _of(self, name: str) -> Worth:
         self.work += len(self.orders[name])
-        return _of(self.queues[name], self.orders[name])
+        return _empty(self.queues[name]).then(self.orders[name]).worth
 
     def _descend(self) -> None:
         """Insert until nothing helps, or the work is over."""
@@ -102,13 +147,12 @@ class _Search:
         """Late groups and those in front of them, by queue; all if none is late."""
         tried = list[Demand]()
         for name, order in self.orders.items():
-            for last in range(len(order), 0, -1):
-                worth = _of(self.queues[name], order[:last])
-                if not (worth.late_s or worth.later_s):
-                    break
-                if _of(self.queues[name], order[: last - 1])[:2] != worth[:2]:
-                    tried += order[:last]
-                    break
+            late_s, last, front = 0.0, 0, _empty(self.queues[name])
+            for at, demand in enumerate(order):
+                front = front.then((demand,))
+                if front.late_s > late_s:
+                    late_s, last = front.late_s, at + 1
+            tried += order[:last]
         return tried or [demand for order in self.orders.values() for demand in order]
 
     def _take_out(self, demand: Demand) -> tuple[str, int]:
@@ -138,29 +182,20 @@ class _Search:
 
     def _best(self, demand: Demand) -> tuple[str, int]:
         """The queue and the place where a group that is in none adds least, the first of equals."""
-        best, least = ("", 0), Worth(inf, inf, inf)
+        best, least = ("", 0), Worth(inf, inf)
         for name in self.able[demand.number]:
-            queue, order, own = self.queues[name], self.orders[name], self.worths[name]
-            first = 0
-            if demand.is_bound:
-                first = max((at + 1 for at, one in enumerate(order) if not one.tier), default=0)
-            before = _empty(queue).then(order[:first])
-            for place in range(first, len(order) + 1):
+            order, own = self.orders[name], self.worths[name]
+            before = _empty(self.queues[name])
+            for place in range(len(order) + 1):
                 added = before.then((demand,))
                 self.work += 1
-                if (added.late_s - before.late_s, added.later_s - before.later_s) <= least[:2]:
+                if added.late_s - before.late_s <= least.late_s:
                     added = added.then(order[place:])
                     self.work += len(order) - place
-                    worth = Worth(
-                        added.late_s - own.late_s,
-                        added.later_s - own.later_s,
-                        added.waiting_s - own.waiting_s,
-                    ).rounded()
-                    if worth < least:
-                        best, least = (name, place), worth
+                    more = Worth(added.late_s - own.late_s, added.waiting_s - own.waiting_s).rounded()
+                    if more < least:
+                        best, least = (name, place), more
                 if place < len(order):
-                    if demand.tier == 0 and order[place].is_bound:
-                        break
                     before = before.then((order[place],))
         return best
 
@@ -185,12 +220,11 @@ class _Front(NamedTuple):
     tail_s: float
     model: str | None
     late_s: float = 0.0
-    later_s: float = 0.0
     waiting_s: float = 0.0
 
     def then(self, demands: Iterable[Demand]) -> "_Front":
         """These behind them."""
-        queue, now_s, tail_s, model, late_s, later_s, waiting_s = self
+        queue, now_s, tail_s, model, late_s, waiting_s = self
         worker, swap_s = queue.worker, queue.swap_s
         for demand in demands:
             own = demand.model
@@ -203,36 +237,14 @@ class _Front(NamedTuple):
             if now_s - demand.last_slack_s > late:
                 late = now_s - demand.last_slack_s
             if late > 0:
-                if demand.tier:
-                    later_s += late
-                else:
-                    late_s += late
+                late_s += late
             tail_s = demand.tail_s.get(worker, 0.0)
-        return _Front(queue, now_s, tail_s, model, late_s, later_s, waiting_s)
+        return _Front(queue, now_s, tail_s, model, late_s, waiting_s)
 
     @property
     def worth(self) -> Worth:
-        return Worth(self.late_s, self.later_s, self.waiting_s)
-
-
-def search(problem: Problem, *, most_work: int = MOST_WORK, seed: int = 0) -> Found:
-    """Orders for all queues, with each group once. The same for the same arguments."""
-    return _Search(problem, most_work, seed).run()
-
-
-def _of(queue: Queue, order: list[Demand]) -> Worth:
-    return _empty(queue).then(order).worth
+        return Worth(self.late_s, self.waiting_s)
 
 
 def _empty(queue: Queue) -> _Front:
     return _Front(queue, queue.ahead_s, queue.tail_s, queue.loaded)
-
-
-def _sum(*worths: Worth) -> Worth:
-    late_s, later_s, waiting_s = (sum(part) for part in zip(NO_WORTH, *worths, strict=True))
-    return Worth(late_s, later_s, waiting_s)
-
-
-def _by_end(demand: Demand) -> tuple[bool, float, int]:
-    """By the time at which the group must be drained: right for one model at one worker (earliest due date)."""
-    return demand.is_bound, demand.slack_s + min(demand.drain_s.values()), demand.number

@@ -1,4 +1,4 @@
-"""Virtual queues: every group is in one, tiers hold whatever a plan says, a worker pulls until its memory is full."""
+"""Virtual queues: every group is in one whatever a plan says, a worker pulls until its memory is full."""
 
 import subprocess
 import sys
@@ -10,29 +10,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.placement.contract import Request
 from router.placement.qlm.estimate import Estimator
-from router.placement.qlm.groups import Entry, Group, Groups
-from router.placement.qlm.plan import plan
+from router.placement.qlm.groups import Group, Groups
 from router.placement.qlm.problem import Demand, Queue, slots, stays
 from router.placement.qlm.queues import LAST, OVERDUE_EVERY, VirtualQueues, Worker
+from router.placement.qlm.search import plan
+from sglang_fair.common.deadlines import Promise
 from tests.support.budget import examples
 from tests.support.queue_problems import faults
 
 SWAPS = {"a": 10.0, "b": 10.0}
 
 
-def queued(
+def add(
+    site: VirtualQueues,
     name: str,
     model: str = "a",
     *,
-    client: str = "c",
     tokens: int = 100,
     output: float = 100.0,
     now_s: float = 0.0,
     slo_s: float = 60.0,
     exclude: tuple[str, ...] = (),
-) -> Entry:
-    return Entry(name, client, model, "k", tokens, output, now_s, now_s + slo_s, 100.0, exclude)
+) -> None:
+    request = Request(name, "c", b"", tokens, 0, output, model=model, exclude=exclude)
+    site.groups.add(request, Promise("k", slo_s, now_s + slo_s))
+    site.settle()
 
 
 def a_site(
@@ -44,40 +48,30 @@ def a_site(
     return made
 
 
-def add(site: VirtualQueues, request: Entry, tier: int = 0) -> None:
-    site.groups.add(request, tier)
-    site.settle()
-
-
-def _urgency(group: Group) -> tuple[int, bool, float, int]:
-    """By definition."""
-    waiting = [request for _, request in group.line]
-    late = group.kind.late
-    at_s = waiting[0].since_s if late else min(one.deadline_s for one in waiting)
-    return group.kind.tier, late, at_s, group.number
-
-
 def check(site: VirtualQueues) -> None:
-    """Each group is in one queue or stranded; nobody of tier 1 that has not begun is before tier 0."""
+    """Each group is in one queue or stranded; sums are those of what is there."""
     numbers = [number for order in site.orders().values() for number in order] + site.stranded
     assert Counter(numbers) == Counter(list(site.groups.by_number))
     for name, order in site.orders().items():
         groups = [site.groups.by_number[number] for number in order]
         assert all(site.workers[name].can_serve(group) for group in groups)
-        bound = [group.is_bound for group in groups]
-        tiers = [group.kind.tier for group in groups]
-        if True in bound:
-            assert 0 not in tiers[bound.index(True) :]
         for group in groups:
             assert not len(group) or group.urgency == _urgency(group)
         held = site.workers[name].in_flight.values()
         assert site.workers[name].sent.tokens == pytest.approx(sum(tokens for _, tokens, _ in held))
 
 
+def _urgency(group: Group) -> tuple[bool, float, int]:
+    """By definition."""
+    late = group.kind.late
+    at_s = group.line[0].since_s if late else min(one.promise.due_s for one in group.line)
+    return late, at_s, group.number
+
+
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
-def test_every_group_is_in_one_queue_and_nobody_of_tier_1_before_tier_0(seed: int) -> None:
+def test_every_group_is_in_one_queue(seed: int) -> None:
     """Requests come and go, workers come and go, models change, and plans are stale or made up."""
     rng, site = Random(seed), a_site()
     running: dict[str, str] = {}
@@ -88,12 +82,11 @@ def test_every_group_is_in_one_queue_and_nobody_of_tier_1_before_tier_0(seed: in
         step, name = rng.random(), str(number)
         workers = list(site.orders())
         if step < 0.45:
-            request = queued(
-                name, rng.choice("ab"), now_s=number, slo_s=rng.choice([5, 60]), output=rng.uniform(1, 300),
+            waiting.add(name)
+            add(
+                site, name, rng.choice("ab"), now_s=number, slo_s=rng.choice([5, 60]), output=rng.uniform(1, 300),
                 exclude=rng.choice([(), (), (), ("v",)]),
             )  # fmt: skip
-            waiting.add(name)
-            add(site, request, rng.randrange(2))
         elif step < 0.65 and workers:
             worker = rng.choice(workers)
             room = site.workers[worker].sent.tokens < 2_200
@@ -113,15 +106,12 @@ def test_every_group_is_in_one_queue_and_nobody_of_tier_1_before_tier_0(seed: in
             name = rng.choice(list(running))
             del running[name]
             site.taken_back(name)
-            site.settle()
             waiting.add(name)
             served[name] -= 1
         elif step < 0.82 and waiting:
             name = rng.choice(sorted(waiting))
             waiting.remove(name)
             site.ended(name)
-        elif step < 0.86 and waiting:
-            site.judge(rng.choice(sorted(waiting)), 0)
         elif step < 0.9 and workers:
             site.loaded(rng.choice(workers), rng.choice(["a", "b", None]))
         elif step < 0.93:
@@ -142,14 +132,14 @@ def test_every_group_is_in_one_queue_and_nobody_of_tier_1_before_tier_0(seed: in
             rng.shuffle(numbers)
             site.apply({"v": numbers[:10] * 2, "nowhere": numbers[10:20], "w": numbers[15:]})
         check(site)
-        assert {one.id for group in site.groups for _, one in group.line} == waiting
+        assert {one.request.id for group in site.groups for one in group.line} == waiting
     assert set(served.values()) <= {0, 1}
 
 
 def test_a_plan_that_names_what_is_not_there_is_ignored_and_counted() -> None:
     site = a_site()
     for number in range(3):
-        add(site, queued(str(number), "ab"[number % 2]))
+        add(site, str(number), "ab"[number % 2])
     before = site.orders()
     first = next(iter(site.groups)).number
     site.apply({"nowhere": [first], "v": [999, first, first]})
@@ -161,19 +151,15 @@ def test_a_plan_that_names_what_is_not_there_is_ignored_and_counted() -> None:
     assert {number for order in before.values() for number in order} == set(site.groups.by_number)
 
 
-def test_a_plan_cannot_put_tier_1_first_nor_move_what_has_begun() -> None:
+def test_a_plan_cannot_move_what_has_begun() -> None:
     site = a_site(batch=1.0, delta=1.0)
-    add(site, queued("begun"), 1)
-    add(site, queued("another"), 1)
+    add(site, "begun")
+    add(site, "another")
     assert site.pull("v").id == "begun"  # type: ignore[union-attr]
     (begun,) = [group for group in site.groups if group.begun_on == "v"]
-    add(site, queued("ahead"), 1)
-    add(site, queued("fair"), 0)
-    ahead, fair = (site.groups.of(name).number for name in ("ahead", "fair"))  # type: ignore[union-attr]
-    site.apply({"w": [begun.number, ahead, fair]})
+    site.apply({"w": [begun.number]})
     assert site.ignored == 1
     assert begun.number in site.orders()["v"]
-    assert site.orders()["w"].index(fair) < site.orders()["w"].index(ahead)
     check(site)
 
 
@@ -181,11 +167,11 @@ def test_a_worker_pulls_until_its_memory_and_a_chunk_are_promised() -> None:
     """Of its first group, then of the next one of the same model; not of another model before that is loaded."""
     site = a_site("v", kv_tokens=1_000, batch=1.0)
     for number in range(4):
-        add(site, queued(f"a{number}", "a", slo_s=10))
+        add(site, f"a{number}", "a", slo_s=10)
     for number in range(4):
-        add(site, queued(f"b{number}", "b", slo_s=1_000))
+        add(site, f"b{number}", "b", slo_s=1_000)
     for number in range(4, 12):
-        add(site, queued(f"a{number}", "a", slo_s=20))
+        add(site, f"a{number}", "a", slo_s=20)
     site.apply({"v": [group.number for group in sorted(site.groups, key=lambda one: one.kind.model)]})
     pulled = [request.id for _ in range(20) if (request := site.pull("v")) is not None]
     assert pulled == [f"a{number}" for number in range(6)], (
@@ -206,19 +192,19 @@ def test_a_new_group_goes_where_it_would_start_first_and_the_newer_half_behind_t
     site = a_site(batch=1.0, delta=2.0)
     site.loaded("w", "b")
     for number in range(5):
-        add(site, queued(str(number), "a"))
+        add(site, str(number), "a")
     assert [len(order) for order in site.orders().values()] == [3, 0], "a swap takes longer than these"
     numbers = list(site.orders()["v"])
-    names = [[request.id for _, request in site.groups.by_number[number].line] for number in numbers]
+    names = [[one.request.id for one in site.groups.by_number[number].line] for number in numbers]
     assert [name for group in names for name in group] == list("01234")
 
 
 def test_waits_and_lateness_follow_the_queues() -> None:
     site = a_site("v", kv_tokens=1_000)
-    add(site, queued("first", slo_s=5.0))
+    add(site, "first", slo_s=5.0)
     assert site.wait("first", 0.0) == (0.0, 0.0), "it fits into free memory"
     for number in range(7):
-        add(site, queued(str(number), slo_s=5.0, now_s=0.1))
+        add(site, str(number), slo_s=5.0, now_s=0.1)
     wait = site.wait("6", 0.0)
     assert wait is not None
     assert wait.likely_s > wait.mean_s > 1.0
@@ -226,8 +212,7 @@ def test_waits_and_lateness_follow_the_queues() -> None:
     assert sum(site.pull("v") is not None for _ in range(8)) == 6
     assert site.late(0.0) == [], "two are left, of a second each: the last one begins after one"
     assert [slot.late_s for slot in site.late(7.0)] == [pytest.approx(2.02 + 7.0 - 5.1)]
-    site.groups.add(queued("other", "b", slo_s=5.0), 0)
-    site.settle()
+    add(site, "other", "b", slo_s=5.0)
     assert [slot.swaps for slot in site.late(0.0)] == [True]
     other = site.wait("other", 0.0)
     assert other is not None
@@ -236,7 +221,7 @@ def test_waits_and_lateness_follow_the_queues() -> None:
 
 def test_what_nobody_can_serve_waits_for_a_worker() -> None:
     site = VirtualQueues(Groups(), Estimator())
-    add(site, queued("x", "b"))
+    add(site, "x", "b")
     assert site.stranded == [1]
     site.worker_up(Worker("v", "a", 1_000))
     assert (site.stranded, site.problem(0.0).demands) == ([1], [])
@@ -258,7 +243,7 @@ def test_a_worker_says_how_long_it_takes_to_come_back_to_its_model() -> None:
 
 def test_the_router_s_part_does_not_load_scipy() -> None:
     """They are for the process that plans: scipy alone takes a second and 40 MB."""
-    code = "import sys, router.placement.qlm.placement; print(*sys.modules)"
+    code = "import sys, router.placement.qlm; print(*sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in told.stdout.split()}
     assert "router" in loaded
@@ -269,19 +254,18 @@ def test_the_router_s_part_does_not_load_scipy() -> None:
 
 
 def test_an_urgent_request_goes_beyond_the_window_of_those_that_may_be_taken_back_for_it() -> None:
-    """And by as much as they hold only; who is due with them, or ahead of its share, waits."""
+    """And by as much as they hold only; what is due with them waits."""
     for evicts in (False, True):
         site = a_site("w")
         site.workers["w"].evicts = evicts
         for number in range(20):
-            add(site, queued(f"batch {number}", slo_s=3600.0))
+            add(site, f"batch {number}", slo_s=3600.0)
         pulled = 0
         while site.pull("w", 0.0) is not None:
             pulled += 1
         assert pulled == 11  # 200 tokens each, up to 2,000 and a chunk of 200
         for number in range(20):
-            add(site, queued(f"chat {number}", slo_s=20.0))
-        add(site, queued("ahead", slo_s=1.0), tier=1)
+            add(site, f"chat {number}", slo_s=20.0)
         chats = []
         while (one := site.pull("w", 0.0)) is not None:
             chats.append(one.id)
@@ -290,71 +274,32 @@ def test_an_urgent_request_goes_beyond_the_window_of_those_that_may_be_taken_bac
 
 def test_what_is_over_counts_no_more_against_the_urgent() -> None:
     worker = Worker("w", "a", 1_000, 0, evicts=True)
-    late = [queued(f"batch {number}", slo_s=3600.0) for number in range(5)]
-    for one in late:
-        worker.send(one.id, 200.0, one.deadline_s)
-    assert worker.has_room(0, 20.0)
-    assert not worker.has_room(0, 3590.0)
-    assert not worker.has_room(1, 20.0)
-    for one in late:
-        worker.land(one.id)
+    for number in range(5):
+        worker.send(f"batch {number}", 200.0, 3600.0)
+    assert worker.has_room(20.0)
+    assert not worker.has_room(3590.0)
+    assert not worker.has_room()
+    for number in range(5):
+        worker.land(f"batch {number}")
     assert worker.held_tokens == 0
     for number in range(5):
         worker.send(f"chat {number}", 200.0, 20.0)
-    assert not worker.has_room(0, 15.0)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 400), st.floats(1.0, 900.0), st.booleans()), max_size=400),
-    st.integers(1, 400),
-)
-def test_what_goes_beyond_the_window_is_bounded_whatever_the_names(
-    sent: list[tuple[int, float, bool]], names: int
-) -> None:
-    """Each request of a new name, or all of one; some end."""
-    worker = Worker("w", "a", 1_000, 200)
-    for number, (name, tokens, ends) in enumerate(sent):
-        client = f"c{name % names}"
-        if worker.has_room(0) or worker.is_small(client, tokens):
-            before = worker.held_tokens
-            worker.send(str(number), tokens, None, client)
-            assert before < 2 * worker.kv_tokens
-        if ends and worker.in_flight:
-            worker.land(next(iter(worker.in_flight)))
-        assert sum(worker.sent.clients.values()) == pytest.approx(worker.held_tokens, abs=400.0)
-    for request in list(worker.in_flight):
-        worker.land(request)
-    assert (worker.held_tokens, worker.sent.clients) == (0.0, {})
-
-
-def test_who_has_little_does_not_wait_for_who_has_much() -> None:
-    worker = Worker("w", "a", 1_000, 0)
-    for number in range(10):
-        worker.send(f"flood {number}", 100.0, None, "flood")
-    assert not worker.has_room(0)
-    assert not worker.is_small("flood", 1.0)
-    assert not worker.is_small("chat", 251.0)
-    assert worker.is_small("chat", 250.0)
-    worker.send("chat", 250.0, None, "chat")
-    assert not worker.is_small("chat", 1.0)
-    for number in range(100):
-        worker.send(f"name {number}", 1.0, None, f"name {number}")
-    assert not worker.is_small("one more", 5.0)
+    assert not worker.has_room(15.0)
 
 
 def test_who_is_found_to_be_late_when_it_is_their_turn_goes_first() -> None:
     site = VirtualQueues(Groups(), Estimator())
     site.worker_up(Worker("v", "a", 100_000))
-    add(site, queued("late", "a", now_s=0.0, slo_s=1.0))
-    add(site, queued("later", "a", now_s=1.0, slo_s=4.0))
+    add(site, "late", "a", now_s=0.0, slo_s=1.0)
+    add(site, "later", "a", now_s=1.0, slo_s=4.0)
     pulled = site.pull("v", 2.0)
     assert pulled is not None
     assert pulled.id == "later"
     pulled = site.pull("v", 2.0)
     assert pulled is not None
     assert pulled.id == "late"
-    add(site, queued("next", "a", now_s=3.0, slo_s=4.0))
-    add(site, queued("in time", "a", now_s=5.0, slo_s=100.0))
+    add(site, "next", "a", now_s=3.0, slo_s=4.0)
+    add(site, "in time", "a", now_s=5.0, slo_s=100.0)
     site.workers["v"].pulls = OVERDUE_EVERY - 1
     pulled = site.pull("v", 20.0)
     assert pulled is not None
@@ -363,10 +308,10 @@ def test_who_is_found_to_be_late_when_it_is_their_turn_goes_first() -> None:
 
 def test_who_is_late_does_not_starve_beside_requests_in_time_without_end() -> None:
     site = a_site("v")
-    add(site, queued("late", now_s=0.0, slo_s=1.0))
+    add(site, "late", now_s=0.0, slo_s=1.0)
     for number in range(2 * OVERDUE_EVERY):
         now_s = 10.0 + number
-        add(site, queued(f"in time {number}", now_s=now_s, slo_s=60.0))
+        add(site, f"in time {number}", now_s=now_s, slo_s=60.0)
         pulled = site.pull("v", now_s)
         assert pulled is not None
         if pulled.id == "late":
@@ -391,7 +336,7 @@ def idle_site(models: str, *, batch: float = 2.0) -> VirtualQueues:
 
 def crowd(site: VirtualQueues, count: int, model: str = "a", now_s: float = 0.0) -> None:
     for number in range(count):
-        add(site, queued(f"{model}{now_s}{number}", model, output=1_000.0, now_s=now_s, slo_s=1e5))
+        add(site, f"{model}{now_s}{number}", model, output=1_000.0, now_s=now_s, slo_s=1e5)
 
 
 @pytest.mark.parametrize(("models", "after_s"), [("abb", SWAP_S), ("ab", LAST * SWAP_S)])
@@ -410,8 +355,8 @@ def test_an_idle_worker_loads_what_waits_elsewhere_once_it_was_idle_long_enough(
 
 def test_who_works_or_gains_nothing_takes_nothing_over() -> None:
     site = idle_site("abb")
-    site.send("w1", "runs", 100.0)
-    add(site, queued("short", "a", output=10.0))
+    site.send("w1", Request("runs", "c", b"", 100), 100.0)
+    add(site, "short", "a", output=10.0)
     for now_s in range(0, 100, 2):
         assert not site.take_over(float(now_s)), "it starts at once where it is"
     crowd(site, 12, now_s=100.0)
@@ -456,7 +401,7 @@ def test_whatever_is_asked_for_and_when_swaps_are_bounded(seed: int, models: str
             number += 1
             model = rng.choice(absent or ["a", "b"])
             output = rng.choice([1.0, 300.0, 1_000.0])
-            add(site, queued(str(number), model, output=output, now_s=now_s, slo_s=1e5), rng.choice([0, 1]))
+            add(site, str(number), model, output=output, now_s=now_s, slo_s=1e5)
         taken += site.take_over(now_s)
         check(site)
         for name in site.orders():
@@ -478,7 +423,7 @@ def test_who_has_served_somebody_between_two_looks_was_not_idle() -> None:
     assert site.pull("w0", 0.0) is not None
     site.take_over(0.0)
     for name in ("w1", "w2"):
-        site.send(name, f"at {name}", 10.0)
+        site.send(name, Request(f"at {name}", "c", b"", 10), 10.0)
         site.ended(f"at {name}")
     assert not site.take_over(SWAP_S + 0.1)
     assert site.take_over(2 * SWAP_S + 0.2)
@@ -487,10 +432,8 @@ def test_who_has_served_somebody_between_two_looks_was_not_idle() -> None:
 # ---- which model first
 
 
-def demand(number: int, model: str, slack_s: float, drain_s: float = 10.0, tier: int = 0) -> Demand:
-    return Demand(
-        number, model, slack_s, {"w": drain_s}, {"w": 1.0}, tier=tier, last_slack_s=slack_s + 2 * drain_s
-    )
+def demand(number: int, model: str, slack_s: float, drain_s: float = 10.0) -> Demand:
+    return Demand(number, model, slack_s, {"w": drain_s}, {"w": 1.0}, last_slack_s=slack_s + 2 * drain_s)
 
 
 def queue(loaded: str = "a") -> Queue:
@@ -510,27 +453,14 @@ def test_there_is_nothing_to_stay_for() -> None:
     assert not stays(Queue("w", "a", {}, 0.0, 0.0), [demand(1, "b", 100.0), demand(2, "a", 100.0)])
 
 
-def test_who_is_ahead_of_its_share_keeps_nobody_waiting() -> None:
-    order = [demand(1, "b", 1000.0, tier=0), demand(2, "a", 1000.0, tier=1)]
-    assert not stays(queue(), order)
-    assert stays(queue(), [demand(1, "b", 1000.0, tier=1), demand(2, "a", 1000.0, tier=0)])
-
-
-DEMANDS = st.lists(
-    st.tuples(st.sampled_from("ab"), st.floats(-10.0, 200.0), st.floats(0.1, 30.0), st.integers(0, 1)),
-    max_size=8,
+@given(
+    rows=st.lists(st.tuples(st.sampled_from("ab"), st.floats(-10.0, 200.0), st.floats(0.1, 30.0)), max_size=8)
 )
-
-
-@given(rows=DEMANDS)
-def test_nobody_of_another_model_is_later_by_it(rows: list[tuple[str, float, float, int]]) -> None:
+def test_none_of_another_model_is_later_by_it(rows: list[tuple[str, float, float]]) -> None:
     order = [demand(number, *row) for number, row in enumerate(rows)]
     if not stays(queue(), order):
         return
-    first = order[0]
-    mine = [one for one in order if one.model == "a" and one.tier <= first.tier]
-    others = [one for one in order if one not in mine]
+    mine, others = ([one for one in order if (one.model == "a") == is_mine] for is_mine in (True, False))
     before = {slot.demand.number: slot.late_s for slot in slots(queue(), order)}
     after = {slot.demand.number: slot.late_s for slot in slots(queue(), [*mine, *others])}
     assert all(after[one.number] <= before[one.number] for one in others)
-    assert all(one.tier <= first.tier for one in mine)
