@@ -15,8 +15,8 @@ believed here: a worker that was restarted has its first model again, an agent t
 Orders are numbered; an agent says the last that it has ended, so an order that is lost is given again, and none is
 carried out for a router that has gone on. A router that was restarted counts on from what agents say.
 
-A swap that fails leaves the old model. The placement may have it tried again after `RETRY_S`, twice as long after each
-failure in a row, up to `LONGEST_RETRY_S`; an operator at any time.
+A swap that fails leaves the old model. For `RETRY_S`, twice as long after each failure in a row, up to
+`LONGEST_RETRY_S`, the placement is told that the worker cannot load it; an operator may have it tried at any time.
 """
 
 from collections.abc import Callable, Iterable
@@ -114,6 +114,8 @@ class Swaps:
         self._busy: list[Worker] = []
         self._quiet_until_s = -inf
         """Until then nothing is asked while these, which are all that may be asked about, are at work."""
+        self._retry_s = inf
+        """When a worker may be told again to load what has failed."""
 
     # -- what happens
 
@@ -198,6 +200,10 @@ class Swaps:
         """What is to be sent after something has happened. Costs next to nothing where there are no agents."""
         if not self._swaps:
             return []
+        if now_s >= self._retry_s:
+            self._retry_s = inf
+            for name in self._swaps:
+                self._align(name, now_s)
         if self._placement is not None:
             self._ask_placement(self._placement, now_s)
         actions: list[Action] = []
@@ -296,9 +302,7 @@ class Swaps:
             swap.asked_s = now_s
             self._quiet_until_s = min(self._quiet_until_s, now_s + ASK_S)
             wanted = placement.wanted(worker.name)
-            if wanted in (None, swap.loaded) or wanted not in swap.swap_s:
-                continue
-            if now_s >= swap.not_before_s.get(wanted, now_s):
+            if wanted != swap.loaded and wanted in swap.told:
                 swap.target = wanted
                 swap.enter(Phase.EMPTIES, now_s)
                 self._align(worker.name, now_s)
@@ -311,9 +315,15 @@ class Swaps:
         self._quiet_until_s = -inf
         models = tuple(swap.can_load) or worker.models
         self._workers.set_models(worker, models, is_swapping=swap.phase is not Phase.SERVES)
-        if self._placement is not None and swap.told != swap.can_load:
-            swap.told = dict(swap.can_load)
-            self._placement.can_load(name, swap.told, now_s)
+        if self._placement is not None:
+            later = {model: at_s for model, at_s in swap.not_before_s.items() if at_s > now_s}
+            self._retry_s = min(self._retry_s, *later.values(), inf)
+            can = {
+                one: took_s for one, took_s in swap.can_load.items() if one == swap.loaded or one not in later
+            }
+            if swap.told != can:
+                swap.told = can
+                self._placement.can_load(name, can, now_s)
         # One that has not said its models was taken to have the only one; it has none if its agent serves none.
         has_none = not swap.served and bool(models) and worker.pool is not self._workers.nobody
         if worker.loaded != swap.served or has_none:

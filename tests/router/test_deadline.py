@@ -289,25 +289,19 @@ def test_a_model_that_nobody_has_is_fed_and_half_of_the_time_is_the_most_for_loa
     assert driver.swapping_s["w0"] <= driver.now_s / 2
 
 
-def test_a_model_that_cannot_be_loaded_does_not_keep_a_replica_from_serving() -> None:
+def test_a_replica_that_cannot_load_a_model_any_more_goes_on_with_its_own() -> None:
     driver = Driver(1, ("a", "b"))
     driver.ask(a_request(5.0, model="b"))
-    fails = 0
-
-    def broken(now_s: float) -> None:
-        nonlocal fails
-        if "w0" in driver.comes:
-            del driver.comes["w0"]
-            driver.has["w0"] = "a"
-            driver.rule.loaded("w0", "a", now_s)
-            driver.equip("w0")
-            fails += 1
-        if now_s % 1 == 0:
-            driver.ask(a_request(5.0, now_s, size=200))
-
-    driver.run(60.0, broken)
-    assert 2 <= fails <= 6, "it is tried again, each time later"
-    assert sum(request.model == "a" for _, request, _ in driver.sent) >= 55
+    driver.comes.clear()
+    driver.has["w0"] = "a"
+    driver.rule.loaded("w0", "a", 0.0)
+    driver.rule.can_load("w0", {"a": 1.0}, 0.0)
+    driver.run(60.0, lambda now_s: driver.ask(a_request(5.0, now_s, size=80)))
+    assert driver.has["w0"] == "a"
+    assert {request.model for _, request, _ in driver.sent} == {"a"}
+    driver.rule.can_load("w0", {"a": 1.0, "b": 1.0}, 60.0)
+    driver.run(70.0)
+    assert driver.waiting == {}
 
 
 def models_of(*, waiting_a: int, waiting_b: int, flights: int = 0, absence_s: float = 0.0) -> Models:
