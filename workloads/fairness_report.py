@@ -19,12 +19,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sglang_fair.core.cost import Cost, Linear
+from sglang_fair.core.cost import Cost
 from sglang_fair.core.fairness import jain
-from workloads.measures import Percentile, hit_rate, program_latencies, times_to_first_token
+from workloads.measures import TOKENS
 from workloads.programs import Outcome
-from workloads.records import ProgramRecord, RequestRecord, Run
-from workloads.report import DASH, number
+from workloads.records import RequestRecord, Run
+from workloads.report import DASH, add_columns, number, shown
+from workloads.table import Mask, Percentile, Requests, latencies
 from workloads.windows import WINDOW_S, DifferenceTable, Windows, regular_times
 
 SAMPLES = 20
@@ -110,20 +111,19 @@ def fairness_report(
     if end_s <= start_s:
         raise ValueError(f"the run ended within its warm-up of {warm_up_s:g} s: there is nothing to measure")
     window_s = min(WINDOW_S, (end_s - start_s) / 2)
-    shares = weights or {}
-    plain = Windows(run, cost=cost)
-    fair = Windows(run, cost=cost, weights=shares, window_s=window_s)
-    tokens = Windows(run, cost=Linear(1.0, 1.0)).service(start_s, end_s)
-    service = plain.service(start_s, end_s)
-    requested = plain.requested(start_s, end_s)
+    shares, table = weights or {}, Requests(run)
+    plain = Windows(table, cost=cost)
+    fair = Windows(table, cost=cost, weights=shares, window_s=window_s)
+    service, requested = plain.service(start_s, end_s), plain.requested(start_s, end_s)
     total, span_s = _sum(service), end_s - start_s
     by_weight = [value for value in fair.service(start_s, end_s).values() if value is not None]
     step_s = max(span_s - window_s, 1e-3) / SAMPLES
-    all_weights = sum(shares.get(name, 1.0) for name in plain.clients)
+    all_weights = sum(shares.get(name, 1.0) for name in table.clients)
+    due = table.sent_in(start_s, end_s)
     return FairnessReport(
         span_s=(start_s, end_s),
-        tokens_per_s=_rate(_sum(tokens), span_s),
-        service_rate=_rate(total, span_s),
+        tokens_per_s=_over(_sum(Windows(table, cost=TOKENS).service(start_s, end_s)), span_s),
+        service_rate=_over(total, span_s),
         jain=jain(by_weight) if total is not None else None,
         accumulated_difference=fair.accumulated_difference([end_s], since_s=start_s)[0],
         window_s=window_s,
@@ -133,19 +133,19 @@ def fairness_report(
         clients=tuple(
             _client(
                 name,
-                [r for r in run.requests if r.client == name and start_s <= r.t_intended_s < end_s],
-                [p for p in run.programs if p.client == name and start_s <= p.t_intended_s < end_s],
-                run_end_s=run.end.t_s,
+                table,
+                due & table.of[name],
+                (start_s, end_s),
                 weight=shares.get(name, 1.0),
                 fair_share=shares.get(name, 1.0) / all_weights,
-                requested_rate=_rate(requested[name], span_s),
-                service_rate=_rate(service[name], span_s),
-                share=_share(service[name], total),
+                requested_rate=_over(requested[name], span_s),
+                service_rate=_over(service[name], span_s),
+                share=_over(service[name], total),
                 left_out=plain.left_out[name],
             )
-            for name in plain.clients
+            for name in table.clients
         ),
-        failures=failures([r for r in run.requests if start_s <= r.t_intended_s < end_s]),
+        failures=failures([run.requests[row] for row in due.nonzero()[0]]),
     )
 
 
@@ -182,37 +182,35 @@ def _kind(record: RequestRecord) -> tuple[str, int | None]:
     return "error in the answer", record.status
 
 
-def _client(
-    name: str,
-    requests: Sequence[RequestRecord],
-    programs: Sequence[ProgramRecord],
-    *,
-    run_end_s: float,
-    **known: Any,
-) -> ClientReport:
-    ttfts, latencies = times_to_first_token(requests), program_latencies(programs, run_end_s)
-    outcomes = Counter(r.outcome for r in requests)
+def _client(name: str, table: Requests, mine: Mask, span: tuple[float, float], **known: Any) -> ClientReport:
+    run = table.run
+    assert run.end is not None
+    ttfts = table.ttfts(mine)
+    programs = latencies(
+        (p for p in run.programs if p.client == name and span[0] <= p.t_intended_s < span[1]), run.end.t_s
+    )
+    ok, failed = int((mine & table.ok).sum()), int((mine & table.failed).sum())
     return ClientReport(
         client=name,
-        requests=len(requests),
-        ok=outcomes[Outcome.OK],
-        failed=outcomes[Outcome.FAILED],
-        cut_off=outcomes[Outcome.CANCELLED],
+        requests=int(mine.sum()),
+        ok=ok,
+        failed=failed,
+        cut_off=int(mine.sum()) - ok - failed,
         ttft_p50=Percentile.of(ttfts, 50),
         ttft_p99=Percentile.of(ttfts, 99),
-        program_p50=Percentile.of(latencies, 50),
-        program_p99=Percentile.of(latencies, 99),
-        token_p50_s=_token_s(requests),
-        hit_rate=hit_rate([r for r in requests if r.outcome == Outcome.OK]),
+        program_p50=Percentile.of(programs, 50),
+        program_p99=Percentile.of(programs, 99),
+        token_p50_s=_token_s([run.requests[row] for row in (mine & table.ok).nonzero()[0]]),
+        hit_rate=table.hit_rate(mine & table.ok),
         **known,
     )
 
 
-def _token_s(requests: Sequence[RequestRecord]) -> float | None:
+def _token_s(answered: Sequence[RequestRecord]) -> float | None:
     gaps = [
         (r.token_times[-1][0] - r.token_times[0][0]) / (r.token_times[-1][1] - r.token_times[0][1])
-        for r in requests
-        if len(r.token_times) > 1 and r.outcome == Outcome.OK
+        for r in answered
+        if len(r.token_times) > 1
     ]
     return median(gaps) if gaps else None
 
@@ -222,12 +220,8 @@ def _sum(values: Mapping[str, float | None]) -> float | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _rate(units: float | None, span_s: float) -> float | None:
-    return None if units is None else units / span_s
-
-
-def _share(units: float | None, total: float | None) -> float | None:
-    return None if units is None or not total else units / total
+def _over(units: float | None, by: float | None) -> float | None:
+    return None if units is None or not by else units / by
 
 
 # ---- for people
@@ -237,9 +231,11 @@ def render(report: FairnessReport, *, closed_loop: bool) -> Group:
     """The report as tables and notes."""
     start_s, end_s = report.span_s
     span = f"in {end_s - start_s:.3g} s behind a warm-up of {start_s:g} s"
-    service = _table(f"service {span}", "client|weight|asked for/s|received/s|share|fair share|hit rate")
-    latency = _table(
-        f"requests {span}",
+    service = Table(title=f"service {span}", title_justify="left")
+    add_columns(service, "client|weight|asked for/s|received/s|share|fair share|hit rate")
+    latency = Table(title=f"requests {span}", title_justify="left")
+    add_columns(
+        latency,
         "client|due|ok|failed|cut off|TTFT P50 s|TTFT P99 s|program P50 s|program P99 s|token P50 ms",
     )
     for client in report.clients:
@@ -255,18 +251,11 @@ def render(report: FairnessReport, *, closed_loop: bool) -> Group:
         latency.add_row(
             client.client,
             *(f"{count:,}" for count in (client.requests, client.ok, client.failed, client.cut_off)),
-            *(_shown(p) for p in (client.ttft_p50, client.ttft_p99, client.program_p50, client.program_p99)),
+            *(shown(p) for p in (client.ttft_p50, client.ttft_p99, client.program_p50, client.program_p99)),
             number(None if client.token_p50_s is None else 1000 * client.token_p50_s),
         )
     lines = (*_lines(report), *_failure_lines(report), *_notes(report, closed_loop))
     return Group(service, latency, *(Text(line) for line in lines))
-
-
-def _table(title: str, heads: str) -> Table:
-    made = Table(title=title, title_justify="left")
-    for place, head in enumerate(heads.split("|")):
-        made.add_column(head, justify="right" if place else "left")
-    return made
 
 
 def _lines(report: FairnessReport) -> list[str]:
@@ -307,9 +296,3 @@ def _notes(report: FairnessReport, closed_loop: bool) -> list[str]:
             f"{left_out:,} answers broke off before they gave their prompt's length: not counted as service"
         )
     return notes
-
-
-def _shown(percentile: Percentile | None) -> str:
-    if percentile is None:
-        return DASH
-    return ("≥ " if percentile.at_least else "") + number(percentile.value_s)

@@ -19,32 +19,21 @@ Definitions (DLPM §7, VTC §5.1), all from records alone:
 What was not measured is None.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
+import numpy as np
+
+from sglang_fair.core.cost import Linear
 from sglang_fair.core.fairness import Curve, Interval, jain
 from workloads.backlog import Backlog
 from workloads.programs import Outcome
-from workloads.records import ProgramRecord, RequestRecord, Run
+from workloads.records import Run
+from workloads.table import Percentile, Requests, latencies
 
-
-@dataclass(frozen=True, slots=True)
-class Percentile:
-    """`value_s`, or more than that if `at_least`."""
-
-    value_s: float
-    at_least: bool = False
-
-    @classmethod
-    def of(cls, latencies: Sequence[tuple[float, bool]], percent: float) -> "Percentile | None":
-        """Nearest rank among pairs of seconds and whether it was cut off there. None if there is no pair."""
-        if not latencies:
-            return None
-        ordered = sorted(latencies)
-        rank = max(1, math.ceil(len(ordered) * percent / 100))
-        return cls(ordered[rank - 1][0], any(cut for _, cut in ordered[:rank]))
+TOKENS = Linear(1.0, 1.0)
+"""Every token is a unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,27 +94,28 @@ def summarize(run: Run) -> Summary:
     manifest = run.manifest
     if run.end is None:
         raise ValueError(f"the run of {manifest.scheduler} on {manifest.workload} was cut off: it has no end")
-    names = sorted(manifest.clients) or sorted({record.client for record in run.requests})
+    table = Requests(run)
     window: Interval = (0.0, min(manifest.duration_s, run.end.t_s))
-    meters = Meters.of(run, names)
-    active = _active(run, names, window)
-    backlog = Backlog.of(run, names, meters.actual)
-    clients = {name: _client(run, name, meters, window) for name in names}
+    tokens, client_side = table.curves(TOKENS), table.curves(prices(run))
+    actual = table.curves(prices(run), "actual")
+    active = _active(table, window)
+    backlog = Backlog.of(run, table.clients, actual)
+    clients = {name: _client(table, name, client_side, actual, window) for name in table.clients}
     good = [client for client in clients.values() if client.well_behaved]
     p50, p99 = _average([client.p50 for client in good]), _average([client.p99 for client in good])
     ttft50 = _average([client.ttft_p50 for client in good])
     ttft99 = _average([client.ttft_p99 for client in good])
-    outcomes = [record.outcome for record in run.requests]
+    ok, failed = int(table.ok.sum()), int(table.failed.sum())
     return Summary(
         scheduler=manifest.scheduler,
         workload=manifest.workload,
         repeat=manifest.repeat,
         window_s=window[1],
-        throughput_tokens_per_s=_rate(meters.tokens, names, window),
-        service_rate=_rate(meters.client_side, names, window),
-        actual_rate=_rate(meters.actual, names, window),
-        jain=_jain(meters.client_side, names, active),
-        jain_actual=_jain(meters.actual, names, active),
+        throughput_tokens_per_s=_rate(tokens, table.clients, window),
+        service_rate=_rate(client_side, table.clients, window),
+        actual_rate=_rate(actual, table.clients, window),
+        jain=_jain(client_side, active),
+        jain_actual=_jain(actual, active),
         active_s=None if active is None else active[1] - active[0],
         well_behaved_p50_s=None if p50 is None else p50.value_s,
         well_behaved_p99_s=None if p99 is None else p99.value_s,
@@ -133,145 +123,74 @@ def summarize(run: Run) -> Summary:
         p99_at_least=p99 is not None and p99.at_least,
         ttft_p50_s=None if ttft50 is None else ttft50.value_s,
         ttft_p99_s=None if ttft99 is None else ttft99.value_s,
-        hit_rate=_hit_rate(run.requests, window),
+        hit_rate=table.hit_rate(table.first <= window[1]),
         service_difference=backlog.difference,
         service_lag=backlog.lag,
         backlog_s=backlog.together_s,
         bound=backlog.bound if backlog.bound is not None else manifest.bound,
         measured_by=backlog.measured_by,
-        ok=outcomes.count(Outcome.OK),
-        failed=outcomes.count(Outcome.FAILED),
-        cancelled=outcomes.count(Outcome.CANCELLED),
+        ok=ok,
+        failed=failed,
+        cancelled=len(run.requests) - ok - failed,
         clients=clients,
     )
 
 
-# ---- service over time
+def prices(run: Run) -> Linear:
+    """The manifest's cost function."""
+    return Linear(run.manifest.extend_weight, run.manifest.output_weight)
 
 
-@dataclass(frozen=True, slots=True)
-class Meters:
-    """Each client's service over time, in three units. None for a unit that some request lacks the counts for."""
-
-    tokens: Mapping[str, Curve] | None
-    client_side: Mapping[str, Curve] | None
-    actual: Mapping[str, Curve] | None
-
-    @classmethod
-    def of(cls, run: Run, names: Sequence[str]) -> "Meters":
-        extend, output = run.manifest.extend_weight, run.manifest.output_weight
-        return cls(
-            tokens=_curves(run, names, lambda record: record.prompt_tokens, 1.0, 1.0),
-            client_side=_curves(run, names, lambda record: record.prompt_tokens, extend, output),
-            actual=_curves(run, names, lambda record: record.extend_tokens, extend, output),
-        )
+Curves = Mapping[str, Curve] | None
 
 
-def _curves(
-    run: Run,
-    names: Sequence[str],
-    input_tokens: Callable[[RequestRecord], int | None],
-    input_weight: float,
-    output_weight: float,
-) -> Mapping[str, Curve] | None:
-    events: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for record in run.requests:
-        if record.t_first_token_s is None:
-            continue
-        tokens = input_tokens(record)
-        if tokens is None:
-            return None
-        received = events[record.client]
-        received.append((record.t_first_token_s, input_weight * tokens))
-        before = 0
-        for time_s, count in record.token_times:
-            received.append((time_s, output_weight * (count - before)))
-            before = count
-    return {name: Curve.of(received) for name, received in events.items()}
-
-
-def _rate(curves: Mapping[str, Curve] | None, names: Sequence[str], span: Interval) -> float | None:
+def _rate(curves: Curves, names: Sequence[str], span: Interval) -> float | None:
     """Units a second of `names` together, the start of `span` included."""
     if curves is None or span[1] <= span[0]:
         return None
-    before_s = math.nextafter(span[0], -math.inf)
+    before_s = float(np.nextafter(span[0], -np.inf))
     return sum(curves[name].between(before_s, span[1]) for name in names) / (span[1] - span[0])
 
 
-def _jain(curves: Mapping[str, Curve] | None, names: Sequence[str], active: Interval | None) -> float | None:
+def _jain(curves: Curves, active: Interval | None) -> float | None:
     if curves is None or active is None:
         return None
-    rates = [_rate(curves, [name], active) for name in names]
+    rates = [_rate(curves, [name], active) for name in curves]
     return jain([rate for rate in rates if rate is not None])
 
 
-def _active(run: Run, names: Sequence[str], window: Interval) -> Interval | None:
+def _active(table: Requests, window: Interval) -> Interval | None:
     """The part of the window in which every client has begun and none has ended. None if there is none."""
     start, end = window
-    for name in names:
-        requests = [record for record in run.requests if record.client == name]
-        if not requests:
+    for mine in table.of.values():
+        if not mine.any():
             return None
-        start = max(start, min(record.t_intended_s for record in requests))
-        if run.manifest.programs_per_client is not None:
-            end = min(end, max(record.t_done_s for record in requests))
+        start = max(start, float(table.sent[mine].min()))
+        if table.run.manifest.programs_per_client is not None:
+            end = min(end, float(table.done[mine].max()))
     return (start, end) if start < end else None
 
 
-# ---- latency and the rest
-
-
-def _client(run: Run, name: str, meters: Meters, window: Interval) -> ClientSummary:
+def _client(
+    table: Requests, name: str, client_side: Curves, actual: Curves, window: Interval
+) -> ClientSummary:
+    run, mine = table.run, table.of[name]
     assert run.end is not None
-    end_s = run.end.t_s
     programs = [program for program in run.programs if program.client == name]
-    requests = [record for record in run.requests if record.client == name]
-    latencies, ttfts = program_latencies(programs, end_s), times_to_first_token(requests)
-    facts = run.manifest.clients.get(name, {})
+    waited, ttfts = latencies(programs, run.end.t_s), table.ttfts(mine)
     return ClientSummary(
-        well_behaved=bool(facts.get("well_behaved", True)),
+        well_behaved=bool(run.manifest.clients.get(name, {}).get("well_behaved", True)),
         programs=len(programs),
         finished=sum(program.outcome == Outcome.OK for program in programs),
-        requests=len(requests),
-        service_rate=_rate(meters.client_side, [name], window),
-        actual_rate=_rate(meters.actual, [name], window),
-        hit_rate=_hit_rate(requests, window),
-        p50=Percentile.of(latencies, 50),
-        p99=Percentile.of(latencies, 99),
+        requests=int(mine.sum()),
+        service_rate=_rate(client_side, [name], window),
+        actual_rate=_rate(actual, [name], window),
+        hit_rate=table.hit_rate(mine & (table.first <= window[1])),
+        p50=Percentile.of(waited, 50),
+        p99=Percentile.of(waited, 99),
         ttft_p50=Percentile.of(ttfts, 50),
         ttft_p99=Percentile.of(ttfts, 99),
     )
-
-
-def program_latencies(programs: Iterable[ProgramRecord], end_s: float) -> list[tuple[float, bool]]:
-    """Seconds from arrival to last answer, and whether the run's end cut the program off: it then counts with the time
-    it had taken. Failed programs have no latency."""
-    return [
-        ((end_s if one.t_done_s is None else one.t_done_s) - one.t_intended_s, one.t_done_s is None)
-        for one in programs
-        if one.outcome != Outcome.FAILED
-    ]
-
-
-def times_to_first_token(requests: Iterable[RequestRecord]) -> list[tuple[float, bool]]:
-    """The same from when a request could have been sent to its first token."""
-    return [
-        (
-            (one.t_done_s if one.t_first_token_s is None else one.t_first_token_s) - one.t_intended_s,
-            one.t_first_token_s is None,
-        )
-        for one in requests
-        if one.outcome != Outcome.FAILED
-    ]
-
-
-def hit_rate(answered: Sequence[RequestRecord]) -> float | None:
-    """Cached share of these requests' prompts. None if a record lacks a count."""
-    cached = [record.cached_tokens for record in answered if record.cached_tokens is not None]
-    prompts = [record.prompt_tokens for record in answered if record.prompt_tokens is not None]
-    if len(cached) < len(answered) or len(prompts) < len(answered) or not sum(prompts):
-        return None
-    return sum(cached) / sum(prompts)
 
 
 def _average(percentiles: Sequence[Percentile | None]) -> Percentile | None:
@@ -279,8 +198,3 @@ def _average(percentiles: Sequence[Percentile | None]) -> Percentile | None:
     if not known:
         return None
     return Percentile(mean(p.value_s for p in known), any(p.at_least for p in known))
-
-
-def _hit_rate(requests: Sequence[RequestRecord], window: Interval) -> float | None:
-    """Of the prompts that were answered inside the window."""
-    return hit_rate([r for r in requests if r.t_first_token_s is not None and r.t_first_token_s <= window[1]])

@@ -11,10 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sglang_fair.core.fairness import Curve
-from workloads.measures import Meters, Summary
-from workloads.medians import rows
+from workloads.measures import Summary, prices
 from workloads.programs import Outcome
 from workloads.records import Run
+from workloads.report import rows
+from workloads.table import Requests
 
 _COLOURS = ("#1f5fa8", "#d1682b", "#3c8c4f", "#8a4ea0", "#777777", "#b8a12c", "#2aa0a8", "#b0476b")
 
@@ -77,13 +78,11 @@ def _service(runs: Sequence[Run], workload: str) -> Figure:
 
 def _curves(runs: Sequence[Run]) -> tuple[list[Mapping[str, Curve]], str]:
     """Each run's service by client, and what kind of service it is: actual, where all runs know it."""
-    meters = [
-        Meters.of(run, sorted(run.manifest.clients) or sorted({record.client for record in run.requests}))
-        for run in runs
-    ]
-    if all(one.actual for one in meters):
-        return [one.actual or {} for one in meters], "actual"
-    return [one.client_side or {} for one in meters], "client-side"
+    tables = [(Requests(run), prices(run)) for run in runs]
+    actual = [table.curves(cost, "actual") for table, cost in tables]
+    if all(actual):
+        return [curves or {} for curves in actual], "actual"
+    return [table.curves(cost) or {} for table, cost in tables], "client-side"
 
 
 def _most_served(curves: Sequence[Mapping[str, Curve]]) -> list[str]:

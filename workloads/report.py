@@ -1,14 +1,16 @@
-"""Runs as tables for people, and `python -m workloads.report`, which makes them from record files.
+"""Runs side by side: medians, ratios, tables, and `python -m workloads.report`, which makes them from record files.
 
 What each number means is in `measures`. What was not measured is None, and is printed as a dash, never as 0.
 """
 
 import json
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import Annotated, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -16,11 +18,90 @@ from rich.table import Table
 from sglang_fair.common.installed import missing_extra
 from sglang_fair.settings.commands import Argument, Mistake, Option
 from sglang_fair.settings.commands import run as run_command
-from workloads.measures import Percentile, Summary, summarize
-from workloads.medians import METRICS, ComparisonRow, extras, ratios, rows
+from workloads.measures import Summary, summarize
 from workloads.records import read
+from workloads.table import Percentile
 
 DASH = "–"
+
+METRICS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "throughput_tokens_per_s": max,
+    "service_rate": max,
+    "jain": max,
+    "well_behaved_p50_s": min,
+    "well_behaved_p99_s": min,
+    "hit_rate": max,
+    "service_difference": min,
+}
+"""The comparison's measures, each with the function that picks the better value."""
+
+EXTRA = ("actual_rate", "jain_actual", "ttft_p50_s", "ttft_p99_s", "service_lag", "backlog_s", "active_s")
+
+ComparisonRow: TypeAlias = dict[str, str | float | None]
+"""One scheduler on one workload."""
+
+
+def rows(summaries: Sequence[Summary]) -> list[ComparisonRow]:
+    """One row for each (scheduler, workload), in order of appearance: medians over repeats, bound included.
+
+    A repeat in which a measure is None does not take part in its median.
+    """
+    groups: dict[tuple[str, str], list[Summary]] = defaultdict(list)
+    for summary in summaries:
+        groups[summary.scheduler, summary.workload].append(summary)
+    return [
+        {"scheduler": scheduler, "workload": workload, **_medians(group, [*METRICS, "bound"])}
+        for (scheduler, workload), group in groups.items()
+    ]
+
+
+def extras(summaries: Sequence[Summary], scheduler: str, workload: str) -> ComparisonRow:
+    """The measures beside the comparison's own, for one of its rows."""
+    group = [s for s in summaries if (s.scheduler, s.workload) == (scheduler, workload)]
+    return {
+        **_medians(group, EXTRA),
+        "p50_at_least": float(any(s.p50_at_least for s in group)),
+        "p99_at_least": float(any(s.p99_at_least for s in group)),
+        "ok": float(sum(s.ok for s in group)),
+        "failed": float(sum(s.failed for s in group)),
+        "cancelled": float(sum(s.cancelled for s in group)),
+    }
+
+
+def _medians(group: Sequence[Summary], measures: Sequence[str]) -> ComparisonRow:
+    found: ComparisonRow = {}
+    for measure in measures:
+        values = [value for summary in group if (value := getattr(summary, measure)) is not None]
+        found[measure] = median(values) if values else None
+    return found
+
+
+def ratios(
+    table: Sequence[ComparisonRow], summaries: Sequence[Summary], scheduler: str
+) -> dict[str, dict[str, float | None]]:
+    """By workload and measure: `scheduler`'s value over the others' best.
+
+    None where one is missing, or where `scheduler`'s own is only a lower bound. Where a rival's latency is
+    a lower bound, the ratio is an upper one.
+    """
+    found: dict[str, dict[str, float | None]] = {}
+    for workload in dict.fromkeys(str(row["workload"]) for row in table):
+        row = next((r for r in table if (r["scheduler"], r["workload"]) == (scheduler, workload)), None)
+        if row is None:
+            continue
+        more = extras(summaries, scheduler, workload)
+        rivals = [other for other in table if other["workload"] == workload and other is not row]
+        found[workload] = {}
+        for measure, better in METRICS.items():
+            others = [value for rival in rivals if isinstance(value := rival[measure], float | int)]
+            best, own = better(others) if others else None, row[measure]
+            open_ended = more.get(measure.removeprefix("well_behaved_").removesuffix("_s") + "_at_least")
+            known = isinstance(own, float | int) and best and not open_ended
+            found[workload][measure] = float(own) / best if known and best and own is not None else None
+    return found
+
+
+# ---- tables
 
 
 def number(value: float | str | None, digits: int = 3) -> str:
@@ -34,27 +115,31 @@ def number(value: float | str | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
+def shown(percentile: Percentile | None) -> str:
+    """For a table; a lower bound is marked."""
+    if percentile is None:
+        return DASH
+    return ("≥ " if percentile.at_least else "") + number(percentile.value_s)
+
+
+def add_columns(table: Table, names: str, numbers: str | None = None) -> None:
+    """Columns with these heads, separated by `|`; the first of them is of names, if `numbers` are not given apart."""
+    if numbers is None:
+        names, _, numbers = names.partition("|")
+    for head in names.split("|"):
+        table.add_column(head)
+    for head in numbers.split("|"):
+        table.add_column(head, justify="right")
+
+
 def comparison_table(table: Sequence[ComparisonRow], summaries: Sequence[Summary]) -> Table:
     """A row for each scheduler and workload."""
     view = Table(title="medians over repeats", title_justify="left")
-    for column in ("workload", "scheduler"):
-        view.add_column(column)
-    heads = (
-        "tokens/s",
-        "service/s",
-        "actual/s",
-        "Jain",
-        "Jain actual",
-        "P50 s",
-        "P99 s",
-        "hit rate",
-        "difference",
-        "bound",
-        "lag",
-        "failed",
+    add_columns(
+        view,
+        "workload|scheduler",
+        "tokens/s|service/s|actual/s|Jain|Jain actual|P50 s|P99 s|hit rate|difference|bound|lag|failed",
     )
-    for head in heads:
-        view.add_column(head, justify="right")
     last = None
     for row in sorted(table, key=lambda row: str(row["workload"])):
         more = extras(summaries, str(row["scheduler"]), str(row["workload"]))
@@ -83,11 +168,12 @@ def comparison_table(table: Sequence[ComparisonRow], summaries: Sequence[Summary
 
 def ratio_table(table: Sequence[ComparisonRow], summaries: Sequence[Summary], scheduler: str) -> Table:
     """`scheduler` over the best of the others, measure by measure."""
-    view = Table(title=f"{scheduler} / best of the others (below 1 is better for latency and difference)")
-    view.title_justify = "left"
-    view.add_column("workload")
-    for measure in METRICS:
-        view.add_column(measure.removeprefix("well_behaved_").replace("_", " "), justify="right")
+    view = Table(
+        title=f"{scheduler} / best of the others (below 1 is better for latency and difference)",
+        title_justify="left",
+    )
+    heads = (measure.removeprefix("well_behaved_").replace("_", " ") for measure in METRICS)
+    add_columns(view, "workload", "|".join(heads))
     for workload, by_measure in ratios(table, summaries, scheduler).items():
         view.add_row(workload, *(number(by_measure[measure]) for measure in METRICS))
     return view
@@ -96,16 +182,9 @@ def ratio_table(table: Sequence[ComparisonRow], summaries: Sequence[Summary], sc
 def client_table(summary: Summary) -> Table:
     """One run, client by client."""
     view = Table(title=f"{summary.scheduler} on {summary.workload}", title_justify="left")
-    view.add_column("client")
-    heads = "programs,finished,service/s,actual/s,hit rate,P50 s,P99 s,TTFT P50 s,TTFT P99 s"
-    for head in heads.split(","):
-        view.add_column(head, justify="right")
-
-    def shown(percentile: Percentile | None) -> str:
-        if percentile is None:
-            return DASH
-        return ("≥ " if percentile.at_least else "") + number(percentile.value_s)
-
+    add_columns(
+        view, "client|programs|finished|service/s|actual/s|hit rate|P50 s|P99 s|TTFT P50 s|TTFT P99 s"
+    )
     for name, client in summary.clients.items():
         view.add_row(
             name if client.well_behaved else f"{name} (misbehaves)",

@@ -10,7 +10,7 @@
 Interactions that the run's end cut off count nowhere.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from workloads.programs import Outcome
 from workloads.records import RequestRecord, Run
 from workloads.session import TIMED_OUT
+from workloads.table import Percentile
 
 DELAYS_S = (1.0, 5.0, 20.0)
 REFUSED = 429
@@ -141,23 +142,11 @@ def limits_of(run: Run, percentile: float) -> dict[str, Any]:
     by_app: dict[str, list[int]] = {}
     for client, most in busiest.items():
         by_app.setdefault(str(run.manifest.clients.get(client, {}).get("app", "")), []).append(most)
-    apps = {app: _percentile(values, percentile) for app, values in sorted(by_app.items()) if app}
-    return {"user": _percentile(list(busiest.values()), percentile), "apps": apps}
+    apps = {app: _rank(values, percentile) for app, values in sorted(by_app.items()) if app}
+    return {"user": _rank(busiest.values(), percentile), "apps": apps}
 
 
-def _percentile(values: list[int], percent: float) -> int:
-    """Nearest rank."""
-    ordered = sorted(values)
-    rank = max(1, -(-len(ordered) * percent // 100))
-    return ordered[int(rank) - 1]
-
-
-def shares(run: Run, names: Iterable[str]) -> Mapping[str, int]:
-    """Output and extend tokens that each user got."""
-    wanted = set(names)
-    found: dict[str, int] = {}
-    for record in run.requests:
-        if record.client in wanted:
-            spent = (record.extend_tokens or 0) + record.output_tokens
-            found[record.client] = found.get(record.client, 0) + spent
-    return found
+def _rank(values: Iterable[int], percent: float) -> int:
+    found = Percentile.of([(value, False) for value in values], percent)
+    assert found is not None
+    return int(found.value_s)

@@ -7,13 +7,11 @@
     service difference      Σ_i min(s_max - s_i, |r_i - s_i|) of the rates at t against the most-served client;
                             a table has its maximum, mean and variance over sample times (VTC Tables 2 to 6)
 
-There are two methods to date service. With `events`, output tokens count when they came and the prompt counts with
-the first of them (records do not show when a request was admitted). `spread` is the method of the paper's artifact:
-the cost of a whole request is spread evenly from its first token to its end. Failed requests do not count there; with
-`events` the part that they received does.
+There are two methods to date service. With `events` it comes as `table` says; what a failed request received counts
+too. `spread` is the method of the paper's artifact: the cost of a whole request is spread evenly from its first token
+to its end, and failed requests do not count.
 
-*Client-side* service is the cost of the whole prompt and the output; for *actual* service cached tokens are free. A
-request that the run's end cut off asks for its full prompt and its maximum of output tokens; one that failed asks for
+A request that the run's end cut off asks for its full prompt and its maximum of output tokens; one that failed asks for
 nothing, as in the artifact. Unknown values are None: a client's service, if the prompt length of a request that ended
 well is missing; its requested rate in a window with a request of unknown length. A request that broke off before its
 prompt length was known is left out of service and counted in `left_out`.
@@ -22,24 +20,19 @@ Windows are half-open, [t - T, t + T). Times are seconds since the run's start.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import itemgetter
 from statistics import fmean, pvariance
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.fairness import unmet_difference
-from workloads.programs import Outcome
-from workloads.records import RequestRecord, Run
+from workloads.records import Run
+from workloads.table import Column, Mask, Requests, Side, in_order
 
 Method = Literal["events", "spread"]
-Side = Literal["client", "actual"]
 Values = tuple[float | None, ...]
 """One for each sample time."""
 
@@ -87,7 +80,7 @@ class DifferenceTable:
 
 
 class Windows:
-    """The measures of one run under one cost function. Built in O(requests); asking costs O(requests + times).
+    """The measures of one run under one cost function.
 
     `weights` are clients' shares, 1 where not given: service and demand are divided by them, so equal
     values are fair (VTC §4.3). `cost` defaults to the linear one with the manifest's prices.
@@ -95,7 +88,7 @@ class Windows:
 
     def __init__(
         self,
-        run: Run,
+        run: Run | Requests,
         *,
         cost: Cost | None = None,
         side: Side = "client",
@@ -105,15 +98,19 @@ class Windows:
     ) -> None:
         if window_s <= 0 or any(weight <= 0 for weight in (weights or {}).values()):
             raise ValueError(f"window and weights must be positive: {window_s!r}, {dict(weights or {})}")
-        manifest = run.manifest
-        self._cost = cost or Linear(manifest.extend_weight, manifest.output_weight)
+        table = run if isinstance(run, Requests) else Requests(run)
+        manifest = table.run.manifest
+        self.clients = table.clients
         self._window_s = window_s
-        requests: dict[str, list[RequestRecord]] = {name: [] for name in manifest.clients}
-        for record in run.requests:
-            requests.setdefault(record.client, []).append(record)
-        self.clients: tuple[str, ...] = tuple(sorted(requests))
         self._accounts = {
-            name: _Account(requests[name], self._cost, side, method, (weights or {}).get(name, 1.0))
+            name: _Account(
+                table,
+                table.of[name],
+                cost or Linear(manifest.extend_weight, manifest.output_weight),
+                side,
+                method,
+                (weights or {}).get(name, 1.0),
+            )
             for name in self.clients
         }
 
@@ -125,36 +122,26 @@ class Windows:
 
     def service(self, start_s: float, end_s: float) -> dict[str, float | None]:
         """Units that each client received in [start, end)."""
-        edges = np.array([start_s, end_s])
-        found = {name: account.received(edges) for name, account in self._accounts.items()}
-        return {name: None if got is None else float(got[1] - got[0]) for name, got in found.items()}
+        return {name: values[0] for name, values in self.accumulated([end_s], start_s).items()}
 
     def requested(self, start_s: float, end_s: float) -> dict[str, float | None]:
         """Units that each client's requests sent in [start, end) ask for."""
         start, end = np.array([start_s]), np.array([end_s])
-        return {name: account.asked(start, end)[0] for name, account in self._accounts.items()}
+        return {name: _known(account.asked(start, end))[0] for name, account in self._accounts.items()}
 
-    def service_rate(self, times_s: Sequence[float]) -> dict[str, Values | None]:
+    def service_rate(self, times_s: Sequence[float]) -> dict[str, Values]:
         """W(t - T, t + T) / 2T of each client, in units a second."""
-        edges, starts, ends = self._windows(times_s)
-        rates: dict[str, Values | None] = {}
-        for name, account in self._accounts.items():
-            received = account.received(edges)
-            rates[name] = (
-                None
-                if received is None
-                else tuple(((received[ends] - received[starts]) / self._window_s).tolist())
-            )
-        return rates
+        start, end = self._edges(times_s)
+        return {
+            name: _known((account.received(end) - account.received(start)) / self._window_s)
+            for name, account in self._accounts.items()
+        }
 
     def requested_rate(self, times_s: Sequence[float]) -> dict[str, Values]:
         """What each client asked for in the window, in units a second."""
-        times = np.asarray(times_s, float)
-        start, end = times - self._window_s / 2, times + self._window_s / 2
+        start, end = self._edges(times_s)
         return {
-            name: tuple(
-                None if units is None else units / self._window_s for units in account.asked(start, end)
-            )
+            name: _known(account.asked(start, end) / self._window_s)
             for name, account in self._accounts.items()
         }
 
@@ -166,26 +153,21 @@ class Windows:
         A window has the requests that were sent in it (VTC §5.1), or those that had their first token in it
         (the artifact). Requests that never had one do not count; None where no other was sent.
         """
-        times = np.asarray(times_s, float)
-        start, end = times - self._window_s / 2, times + self._window_s / 2
-        return {name: account.responses(by, start, end) for name, account in self._accounts.items()}
+        start, end = self._edges(times_s)
+        return {name: _known(account.responses(by, start, end)) for name, account in self._accounts.items()}
 
-    def accumulated(self, times_s: Sequence[float], since_s: float = 0.0) -> dict[str, Values | None]:
-        """W(since, t) of each client; `times_s` in ascending order."""
+    def accumulated(self, times_s: Sequence[float], since_s: float = 0.0) -> dict[str, Values]:
+        """W(since, t) of each client."""
         edges = np.array([since_s, *times_s])
         found = {name: account.received(edges) for name, account in self._accounts.items()}
-        return {
-            name: None if got is None else tuple((got[1:] - got[0]).tolist()) for name, got in found.items()
-        }
+        return {name: _known(got[1:] - got[0]) for name, got in found.items()}
 
     def accumulated_difference(self, times_s: Sequence[float], since_s: float = 0.0) -> Values:
         """Largest W_i(since, t) - W_j(since, t) over all pairs, backlogged or not. None below two clients."""
-        totals = self.accumulated(times_s, since_s)
-        columns = [_column(totals, k) for k in range(len(times_s))]
-        return tuple(
-            None if column is None or len(column) < 2 else max(column.values()) - min(column.values())
-            for column in columns
-        )
+        columns = zip(*self.accumulated(times_s, since_s).values(), strict=True)
+        if len(self.clients) < 2:
+            return (None,) * len(times_s)
+        return tuple(None if None in column else max(column) - min(column) for column in columns)
 
     def service_difference(self, times_s: Sequence[float]) -> Values:
         """What clients missed against the most-served one at each time, summed over clients, in units a
@@ -193,22 +175,18 @@ class Windows:
         received, requested = self.service_rate(times_s), self.requested_rate(times_s)
         found: list[float | None] = []
         for k in range(len(times_s)):
-            got, asked = _column(received, k), _column(requested, k)
-            found.append(None if got is None or asked is None else unmet_difference(got, asked))
+            got, asked = ({name: rates[name][k] for name in self.clients} for rates in (received, requested))
+            unknown = None in got.values() or None in asked.values()
+            found.append(None if unknown else unmet_difference(got, asked))  # type: ignore[arg-type]
         return tuple(found)
 
     def difference_table(self, times_s: Sequence[float]) -> DifferenceTable:
         """The service difference over these times, usually `sample_times`."""
         return DifferenceTable.of(self.service_difference(times_s))
 
-    def _windows(
-        self, times_s: Sequence[float]
-    ) -> tuple[NDArray[np.float64], NDArray[np.intp], NDArray[np.intp]]:
-        """All edges of the windows in order, and which of them each window begins and ends with."""
+    def _edges(self, times_s: Sequence[float]) -> tuple[Column, Column]:
         times = np.asarray(times_s, float)
-        start, end = times - self._window_s / 2, times + self._window_s / 2
-        edges = np.unique(np.concatenate([start, end]))
-        return edges, np.searchsorted(edges, start), np.searchsorted(edges, end)
+        return times - self._window_s / 2, times + self._window_s / 2
 
 
 def throughput(run: Run) -> float | None:
@@ -225,149 +203,60 @@ def throughput(run: Run) -> float | None:
 
 
 class _Account:
-    """One client's requests, as arrays over requests."""
+    """One client's requests. What is not known is NaN."""
 
     def __init__(
-        self, records: Sequence[RequestRecord], cost: Cost, side: Side, method: Method, weight: float
+        self, table: Requests, mine: Mask, cost: Cost, side: Side, method: Method, weight: float
     ) -> None:
-        self._records = records
-        self._cost = cost
-        self._side = side
-        self._method = method
-        self._weight = weight
-        answered = [
-            record
-            for record in records
-            if record.t_first_token_s is not None
-            and not (method == "spread" and record.outcome == Outcome.FAILED)
-        ]
-        self._served = [record for record in answered if self._input(record) is not None]
-        unknown = [record for record in answered if self._input(record) is None]
-        self.left_out = sum(record.outcome != Outcome.OK for record in unknown)
-        self._known = self.left_out == len(unknown)
+        self._method, self._weight = method, weight
+        counts = mine & table.answered & ~(table.failed if method == "spread" else np.zeros_like(mine))
+        unknown = counts & np.isnan(table.input(side))
+        self.left_out = int((unknown & ~table.ok).sum())
+        self._known = not (unknown & table.ok).any()
+        served = np.flatnonzero(counts & ~unknown)
+        if method == "spread":
+            self._first, self._last = table.first[served], table.done[served]
+            self._units = table.units(cost, side, table.output, counts)[served]
+        else:
+            _, times, units = table.events(cost, side, counts)
+            order = np.argsort(times, kind="stable")
+            self._times, self._totals = times[order], in_order(units[order])
+        asking = np.flatnonzero(mine & ~table.failed)
+        asking = asking[np.argsort(table.sent[asking], kind="stable")]
+        wanted = np.where(table.ok, table.output, table.most_output)
+        self._sent, self._wanted = table.sent[asking], table.units(cost, side, wanted, mine)[asking]
+        timed = mine & table.answered & ~table.failed
+        self._waits = {"sent": table.sent[timed], "first-token": table.first[timed]}
 
-    def received(self, edges: NDArray[np.float64]) -> NDArray[np.float64] | None:
-        """Units received before each of `edges`, which are in ascending order. None if not known."""
+    def received(self, edges: Column) -> Column:
+        """Units received before each of `edges`."""
         if not self._known:
-            return None
-        first, last, units = self._spans
-        begun = np.searchsorted(edges, first, side="right")
-        ended = np.searchsorted(edges, last, side="right")
-        found = np.bincount(ended, weights=units, minlength=len(edges) + 1)[: len(edges)].cumsum()
-        for place in np.flatnonzero(begun < ended).tolist():  # under way at an edge
-            for edge in range(begun[place], ended[place]):
-                found[edge] += self._part(place, float(edges[edge]))
+            return np.full(len(edges), math.nan)
+        if self._method == "events":
+            return self._totals[np.searchsorted(self._times, edges)] / self._weight
+        found = np.empty(len(edges))
+        length = np.maximum(self._last - self._first, np.finfo(float).tiny)
+        for place, edge in enumerate(edges):
+            parts = np.where(edge > self._last, 1.0, np.clip((edge - self._first) / length, 0.0, 1.0))
+            found[place] = (self._units * np.where(edge > self._first, parts, 0.0)).sum()
         return found / self._weight
 
-    def asked(self, start: NDArray[np.float64], end: NDArray[np.float64]) -> Values:
-        """Units that the requests sent in each [start, end) ask for; None where one's length is not known."""
-        sent, units = self._demand
-        known = ~np.isnan(units)
-        totals = _running(np.where(known, units, 0.0))
-        unknown = _running((~known).astype(float))
-        low, high = np.searchsorted(sent, start), np.searchsorted(sent, end)
-        asked = (totals[high] - totals[low]) / self._weight
-        missing = unknown[high] > unknown[low]
-        return tuple(
-            None if gap else value for value, gap in zip(asked.tolist(), missing.tolist(), strict=True)
-        )
+    def asked(self, start: Column, end: Column) -> Column:
+        """Units that the requests sent in each [start, end) ask for; unknown where one's length is."""
+        unknown = np.isnan(self._wanted)
+        totals, gaps = in_order(np.where(unknown, 0.0, self._wanted)), in_order(unknown)
+        low, high = np.searchsorted(self._sent, start), np.searchsorted(self._sent, end)
+        return np.where(gaps[high] > gaps[low], math.nan, (totals[high] - totals[low]) / self._weight)
 
-    def responses(
-        self,
-        by: Literal["sent", "first-token"],
-        start: NDArray[np.float64],
-        end: NDArray[np.float64],
-    ) -> Values:
+    def responses(self, by: Literal["sent", "first-token"], start: Column, end: Column) -> Column:
         """Mean time to first token of the requests in each [start, end)."""
-        at, waits = self._waits[by]
-        totals = _running(waits)
+        waits = self._waits["first-token"] - self._waits["sent"]
+        order = np.argsort(self._waits[by], kind="stable")
+        at, totals = self._waits[by][order], in_order(waits[order])
         low, high = np.searchsorted(at, start), np.searchsorted(at, end)
-        return tuple(
-            float(total) / count if count else None
-            for total, count in zip(totals[high] - totals[low], (high - low).tolist(), strict=True)
-        )
-
-    @cached_property
-    def _spans(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """First and last instant of each served request's service, and all of its units."""
-        return (
-            _array(record.t_first_token_s for record in self._served),
-            _array(self._last_s(record) for record in self._served),
-            _array(self._units(record, record.output_tokens) for record in self._served),
-        )
-
-    @cached_property
-    def _demand(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """When each request was sent, in order, and what it asks for; NaN where that is not known."""
-        asking = sorted(
-            (record for record in self._records if record.outcome != Outcome.FAILED),
-            key=lambda record: record.t_intended_s,
-        )
-        units = []
-        for record in asking:
-            done = record.outcome == Outcome.OK
-            output_tokens = record.output_tokens if done else record.max_output_tokens
-            known = self._input(record) is not None
-            units.append(self._units(record, output_tokens) if known else math.nan)
-        return _array(record.t_intended_s for record in asking), _array(units)
-
-    @cached_property
-    def _waits(self) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Times to first token, ordered by when the request was sent and by when the token came."""
-        found = [
-            (record.t_intended_s, record.t_first_token_s)
-            for record in self._records
-            if record.t_first_token_s is not None and record.outcome != Outcome.FAILED
-        ]
-        sent, first = _array(sent for sent, _ in found), _array(first for _, first in found)
-        waits, by_sent, by_first = (
-            first - sent,
-            np.argsort(sent, kind="stable"),
-            np.argsort(first, kind="stable"),
-        )
-        return {"sent": (sent[by_sent], waits[by_sent]), "first-token": (first[by_first], waits[by_first])}
-
-    def _input(self, record: RequestRecord) -> int | None:
-        """Input tokens that count."""
-        return record.prompt_tokens if self._side == "client" else record.extend_tokens
-
-    def _units(self, record: RequestRecord, output_tokens: int) -> float:
-        input_tokens = self._input(record)
-        assert input_tokens is not None
-        cached_tokens = 0 if self._side == "client" else record.cached_tokens
-        return self._cost(input_tokens, output_tokens, cached_tokens or 0)
-
-    def _last_s(self, record: RequestRecord) -> float:
-        if self._method == "spread" or not record.token_times:
-            return record.t_done_s
-        return record.token_times[-1][0]
-
-    def _part(self, place: int, until_s: float) -> float:
-        """Units of the request at `place` that were received before `until_s`, which is inside its span."""
-        record = self._served[place]
-        if self._method == "spread":
-            first, last, units = self._spans
-            return float(units[place] * (until_s - first[place]) / (last[place] - first[place]))
-        events = bisect_left(record.token_times, until_s, key=itemgetter(0))
-        tokens = record.token_times[events - 1][1] if events else 0
-        return self._units(record, min(tokens, record.output_tokens))
+        counts = high - low
+        return np.where(counts > 0, (totals[high] - totals[low]) / np.maximum(counts, 1), math.nan)
 
 
-def _array(values: Iterable[float | None]) -> NDArray[np.float64]:
-    return np.array([math.nan if value is None else value for value in values], float)
-
-
-def _running(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums of the first 0, 1, 2, ... values."""
-    return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def _column(rows: Mapping[str, Values | None], place: int) -> dict[str, float] | None:
-    """Every client's value at one time. None if one is not known."""
-    found: dict[str, float] = {}
-    for name, values in rows.items():
-        value = None if values is None else values[place]
-        if value is None:
-            return None
-        found[name] = value
-    return found
+def _known(values: Column) -> Values:
+    return tuple(None if math.isnan(value) else value for value in values.tolist())

@@ -69,8 +69,9 @@ def a_run(requests=(), programs=(), *, duration_s=10.0, end_s=12.0):
 def a_request(client, due_s, times, *, prompt=100, outcome="ok"):
     first_s = times[0][0] if times else None
     done_s = times[-1][0] if times else 12.0
+    output = times[-1][1] if times else 0
     return RequestRecord(
-        client, 0, 0, "", due_s, due_s, first_s, done_s, outcome, prompt, 0, 0, token_times=times
+        client, 0, 0, "", due_s, due_s, first_s, done_s, outcome, prompt, 0, output, token_times=times
     )
 
 

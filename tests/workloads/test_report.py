@@ -26,9 +26,10 @@ from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, verif
 from workloads.compare.command import json_line
 from workloads.compare.command import main as compare_main
 from workloads.compare.comparison import LiveCase, order
-from workloads.measures import Percentile, summarize
+from workloads.measures import summarize
 from workloads.records import End, Manifest, ProgramRecord, Records, Run, Sample, read, to_json
 from workloads.runs.case import SCHEDULERS
+from workloads.table import Percentile
 
 CLIENTS = {"bad": {"well_behaved": False}, "good": {"well_behaved": True}}
 

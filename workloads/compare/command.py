@@ -27,9 +27,8 @@ from workloads.compare.comparison import Comparison, LiveCase
 from workloads.compare.probe import Probe
 from workloads.datasets import read_codec
 from workloads.measures import summarize
-from workloads.medians import ComparisonRow
 from workloads.records import Run
-from workloads.report import number
+from workloads.report import ComparisonRow, number
 from workloads.runs import options, present
 from workloads.runs.case import EACH_PLACEMENT
 from workloads.terminal import make_console, sigterm_as_ctrl_c

@@ -12,11 +12,12 @@ from workloads.arrivals import EvenArrivals
 from workloads.clients import Client
 from workloads.experiments.contract import SEEDS, Cell, Json, Measured, Result, Simulated, Size, TrafficSpec
 from workloads.experiments.program_senders import filler_tokens
-from workloads.measures import hit_rate, summarize
+from workloads.measures import summarize
 from workloads.programs.call import Call, Program, Reply
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site
+from workloads.table import Requests
 from workloads.traces.mooncake import mooncake
 from workloads.traces.trace import BLOCK_TOKENS, Trace
 
@@ -147,14 +148,13 @@ class Cache(Simulated):
         return Measured({"hit_rate": rate, "from_file": file is not None}, trace.duration_s)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        chats = [record for record in run.requests if record.client != "stream"]
-        found = summarize(run)
+        table, found = Requests(run), summarize(run)
         return {
-            "hit_rate": hit_rate(chats),
+            "hit_rate": table.hit_rate(~table.of["stream"]),
             "least_hit_rate": min(
                 rate
                 for k in range(1, CHATS + 1)
-                if (rate := hit_rate([r for r in chats if r.client == f"chat {k}"])) is not None
+                if (rate := table.hit_rate(table.of[f"chat {k}"])) is not None
             ),
             "ttft_p50_s": found.ttft_p50_s,
             "ttft_p99_s": found.ttft_p99_s,

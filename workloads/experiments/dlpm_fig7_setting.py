@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from sglang_fair.settings.table import Cluster
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.experiments.contract import Cell, Json, Result, Simulated, TrafficSpec
-from workloads.measures import ClientSummary, Percentile, summarize
+from workloads.measures import ClientSummary, summarize
 from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site
+from workloads.table import Percentile
 
 LOAD = 1.0
 """A client's rate, in equal shares of what the cluster completes."""

@@ -31,12 +31,13 @@ from workloads.driver import Driver, Endpoint
 from workloads.experiments import style
 from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
-from workloads.measures import Meters, summarize
+from workloads.measures import prices, summarize
 from workloads.programs import Codec, PackedCodec, TokenCodec
 from workloads.records import Records, Run
 from workloads.runs.case import ComparisonCase, completed
 from workloads.session import Plan
 from workloads.simulation import Site, describe, simulate
+from workloads.table import Requests
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -307,7 +308,7 @@ def numbers(run: Run) -> dict[str, Json]:
 
 def curves(run: Run) -> dict[str, list[float]]:
     """Each client's service received so far, at `CURVE_POINTS` evenly spaced times up to the end of arrivals."""
-    meters = Meters.of(run, sorted(run.manifest.clients)).actual
+    meters = Requests(run).curves(prices(run), "actual")
     assert meters is not None, "engines report what was cached"
     step_s = run.manifest.duration_s / CURVE_POINTS
     return {

@@ -16,11 +16,11 @@ from workloads.experiments.claims import Drawing, Entry
 from workloads.experiments.contract import Cell, Json, Result, Row, TrafficSpec
 from workloads.experiments.curves import Line, largest
 from workloads.experiments.plots import Panel, drawing
-from workloads.measures import Percentile
 from workloads.programs import Outcome
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site
+from workloads.table import Percentile
 from workloads.windows import Windows, regular_times, sample_times, throughput
 
 POOL_TOKENS = 10_000

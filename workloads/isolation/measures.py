@@ -20,17 +20,21 @@ this row has no such clients, or nothing of theirs was answered.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import nextafter
+from math import inf, nextafter
 from statistics import mean, median
 from typing import TypeAlias
 
+from sglang_fair.core.cost import Linear
 from sglang_fair.settings.table import STOCK_PREFIX
 from workloads.isolation.attacks import LIGHT, VICTIM, Scene
-from workloads.measures import Meters, Percentile, program_latencies, times_to_first_token
-from workloads.programs import Outcome
+from workloads.measures import TOKENS
 from workloads.records import Run
+from workloads.table import Percentile, Requests, latencies
+from workloads.windows import Windows
 
 OURS, STOCK = "ours", "stock"
+OUTPUT = Linear(0.0, 1.0)
+"""The cost function that counts output tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,48 +101,34 @@ def observe(run: Run, warm_up_s: float, pace: float = 1.0) -> Observed:
     end_s = min(run.manifest.duration_s, run.end.t_s)
     if end_s <= warm_up_s:
         raise ValueError(f"the run ended within its warm-up of {warm_up_s:g} s")
-    names = sorted(run.manifest.clients)
-    curves = Meters.of(run, names).tokens
-    if curves is None:
+    table, span_s = Requests(run), (end_s - warm_up_s) / pace
+    tokens = Windows(table, cost=TOKENS).service(warm_up_s, nextafter(end_s, inf))
+    answers = Windows(table, cost=OUTPUT).service(warm_up_s, end_s)
+    if None in tokens.values():
         raise ValueError("a request has no count of its prompt's tokens")
-    since_s, span_s = nextafter(warm_up_s, 0.0), (end_s - warm_up_s) / pace
+    in_span = table.sent_in(warm_up_s, end_s)
+    light = [name for name in table.clients if name.startswith(LIGHT)]
     programs = {
-        name: [p for p in run.programs if p.client == name and warm_up_s <= p.t_intended_s < end_s]
-        for name in names
-        if name.startswith(LIGHT)
+        name: latencies(
+            (p for p in run.programs if p.client == name and warm_up_s <= p.t_intended_s < end_s), run.end.t_s
+        )
+        for name in light
     }
-    latencies = {name: program_latencies(found, run.end.t_s) for name, found in programs.items()}
-    firsts = times_to_first_token(
-        r for r in run.requests if r.client in programs and warm_up_s <= r.t_intended_s < end_s
-    )
+    firsts = [one for name in light for one in table.ttfts(table.of[name] & in_span)]
     p99 = Percentile.of(firsts, 99)
     return Observed(
-        tokens_per_s=sum(curve.between(since_s, end_s) for curve in curves.values()) / span_s,
+        tokens_per_s=sum(units or 0.0 for units in tokens.values()) / span_s,
         victim_tokens_per_s={
-            name: _output_tokens(run, name, warm_up_s, end_s) / span_s
-            for name in names
-            if name.startswith(VICTIM)
+            name: (answers[name] or 0.0) / span_s for name in table.clients if name.startswith(VICTIM)
         },
         program_s={
-            name: mean(time_s for time_s, _ in found) / pace for name, found in latencies.items() if found
+            name: mean(time_s for time_s, _ in found) / pace for name, found in programs.items() if found
         },
         ttft_p99_s=None if p99 is None else p99.value_s / pace,
-        programs=sum(map(len, latencies.values())),
-        cut_off=sum(cut for found in latencies.values() for _, cut in found),
-        failed=sum(r.outcome == Outcome.FAILED for r in run.requests),
+        programs=sum(map(len, programs.values())),
+        cut_off=sum(cut for found in programs.values() for _, cut in found),
+        failed=int(table.failed.sum()),
     )
-
-
-def _output_tokens(run: Run, client: str, since_s: float, until_s: float) -> int:
-    """Output tokens of `client` that came in the span."""
-    total = 0
-    for record in run.requests:
-        if record.client == client:
-            before = 0
-            for time_s, count in record.token_times:
-                total += (count - before) * (since_s <= time_s < until_s)
-                before = count
-    return total
 
 
 Runs: TypeAlias = Mapping[tuple[Stack, Scene], Sequence[Observed]]

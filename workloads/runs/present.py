@@ -11,9 +11,8 @@ from rich.console import Console
 from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.provenance import machine
 from workloads.measures import Summary
-from workloads.medians import ComparisonRow, ratios, rows
 from workloads.records import Run
-from workloads.report import comparison_table, ratio_table
+from workloads.report import ComparisonRow, comparison_table, ratio_table, ratios, rows
 from workloads.runs.case import OURS
 
 

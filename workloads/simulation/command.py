@@ -22,9 +22,8 @@ from sglang_fair.settings.program import option_of
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
 from workloads.clients import SCENARIOS, Scale
-from workloads.medians import ComparisonRow
 from workloads.records import read
-from workloads.report import number
+from workloads.report import ComparisonRow, number
 from workloads.runs import options, present
 from workloads.runs.pool import Pool
 from workloads.simulation.comparison import SimulatedCase, SimulatedResult, capacity, carry_out, runs_of
