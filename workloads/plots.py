@@ -11,10 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sglang_fair.core.fairness import Curve
-from workloads.measures import Summary, prices
+from workloads.measures import Summary, prices, rows
 from workloads.programs import Outcome
 from workloads.records import Run
-from workloads.report import rows
 from workloads.table import Requests
 
 _COLOURS = ("#1f5fa8", "#d1682b", "#3c8c4f", "#8a4ea0", "#777777", "#b8a12c", "#2aa0a8", "#b0476b")

@@ -26,7 +26,7 @@ from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, verif
 from workloads.compare.command import json_line
 from workloads.compare.command import main as compare_main
 from workloads.compare.comparison import LiveCase, order
-from workloads.measures import summarize
+from workloads.measures import ratios, rows, summarize
 from workloads.records import End, Manifest, ProgramRecord, Records, Run, Sample, read, to_json
 from workloads.runs.case import SCHEDULERS
 from workloads.table import Percentile
@@ -137,7 +137,7 @@ def test_what_was_not_measured_is_none_and_printed_as_a_dash():
     assert report.number(None) == report.DASH == "–"
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(report.comparison_table(report.rows([nothing]), [nothing]))
+        console.print(report.comparison_table(rows([nothing]), [nothing]))
         console.print(report.client_table(nothing))
     assert "–" in captured.get()
 
@@ -262,7 +262,7 @@ def summaries() -> list:
 
 
 def test_rows_are_medians_over_repeats_of_what_was_measured():
-    ours, theirs = report.rows(summaries())
+    ours, theirs = rows(summaries())
     assert ours["throughput_tokens_per_s"] == pytest.approx(21.0)
     assert theirs["throughput_tokens_per_s"] == pytest.approx(10.5)
     assert ours["service_difference"] == 5.0
@@ -270,7 +270,7 @@ def test_rows_are_medians_over_repeats_of_what_was_measured():
 
 
 def ratios_of(found: list) -> dict:
-    return report.ratios(report.rows(found), found, "d2lpm+dlpm")["tot-s1"]
+    return ratios(rows(found), found, "d2lpm+dlpm")["tot-s1"]
 
 
 def test_ratios_are_to_the_best_of_the_others():
@@ -290,7 +290,7 @@ def test_there_is_no_ratio_of_a_latency_that_is_only_a_lower_bound():
 
 
 def test_the_json_line_has_exactly_the_agreed_fields():
-    line = json_line(report.rows(summaries()), {"python": "3.11"}, 7)
+    line = json_line(rows(summaries()), {"python": "3.11"}, 7)
     told = json.loads(json.dumps(line))
     assert list(told) == ["bench", "rows", "versions", "seed"]
     assert (told["bench"], told["seed"]) == ("compare", 7)
