@@ -69,12 +69,11 @@ test: check ## all tests: the gate, then real replicas and whole clusters on the
 nightly: SEED := $(or $(SEED),$(shell date +%s))
 nightly: NIGHT = --hypothesis-profile=nightly --hypothesis-seed=$(SEED)
 nightly: export SGLANG_FAIR_TEST_SEED = $(SEED)
-nightly: lint ## hours: random tests with their whole budget and new seeds, long scenarios, a soak, mutants (SEED repeats one)
+nightly: lint ## hours: random tests with their whole budget and new seeds, long scenarios, mutants (SEED repeats one)
 	@echo 'nightly: SEED=$(SEED)'
 	$(BIN)/python -m pytest $(GATE) $(NIGHT) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(REST) $(NIGHT) $(PYTEST_ARGS)
 	$(MAKE) gate-3.13 PYTEST_ARGS='$(NIGHT)'
-	$(BIN)/sglang-fair bench soak --minutes 10
 	$(BIN)/python -m tests.mutants --jobs 2
 
 gate-3.13: $(READY) ## the gate's tests under Debian trixie's Python 3.13, in a folder of its own (needs root)

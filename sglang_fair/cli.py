@@ -124,10 +124,6 @@ BENCHES = {
         "workloads.serve",
         "Load any OpenAI-compatible endpoint from several clients, and report how fairly each was served.",
     ),
-    "soak": Program(
-        "workloads.soak",
-        "Steady load on a whole cluster for an hour: memory of every process, and what failed.",
-    ),
 }
 """The same below `sglang-fair bench`."""
 

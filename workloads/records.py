@@ -6,11 +6,14 @@ seconds since the run's start on the driver's monotonic clock. What was not meas
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
+
+from sglang_fair.common.provenance import machine, versions
 
 SCHEMA = 1
 
@@ -41,6 +44,11 @@ class Manifest:
     machine: Mapping[str, Any] = field(default_factory=dict)
     started_unix_s: float | None = None
     schema: int = SCHEMA
+
+
+def stamp() -> dict[str, Any]:
+    """The fields of a manifest that say where and when a run begins."""
+    return {"versions": versions(), "machine": machine(), "started_unix_s": time.time()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ BENCHES = {
     "temperature seed records json",
     "isolation": "quick attacks policies placement light replicas gpu model time-scale seconds repeats seed "
     "sglang-router records json",
-    "soak": "minutes rate every replicas seed logs json",
 }
 """The options of each command, without their dashes."""
 

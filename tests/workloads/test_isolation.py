@@ -178,7 +178,7 @@ def test_what_stands_behind_dashes_is_for_our_clusters():
     [
         (["--attacks", "none"], "no attack 'none'"),
         (["--policies", "dlpm,none"], "no policy 'none'"),
-        (["--light", "0"], "at least 1"),
+        (["--light", "0"], "greater than or equal to 1"),
         (["--time-scale", "0"], "must be positive"),
     ],
 )

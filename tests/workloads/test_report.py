@@ -22,13 +22,13 @@ from tests.support.stand_in import make_tokenizer
 from tests.support.threaded import served
 from workloads import report
 from workloads.clients import Scale
-from workloads.compare.cluster import Cluster, ClusterError, SpawnCluster, verify
-from workloads.compare.command import json_line
-from workloads.compare.command import main as compare_main
-from workloads.compare.comparison import LiveCase, order
+from workloads.clusters import Cluster, ClusterError, SpawnCluster, turns, verify
+from workloads.compare import main as compare_main
 from workloads.measures import ratios, rows, summarize
 from workloads.records import End, Manifest, ProgramRecord, Records, Run, Sample, read, to_json
 from workloads.runs.case import SCHEDULERS
+from workloads.runs.comparison import show
+from workloads.runs.live import LiveCase
 from workloads.table import Percentile
 
 CLIENTS = {"bad": {"well_behaved": False}, "good": {"well_behaved": True}}
@@ -289,10 +289,13 @@ def test_there_is_no_ratio_of_a_latency_that_is_only_a_lower_bound():
     assert ratios_of(found)["well_behaved_p50_s"] is not None
 
 
-def test_the_json_line_has_exactly_the_agreed_fields():
-    line = json_line(rows(summaries()), {"python": "3.11"}, 7)
-    told = json.loads(json.dumps(line))
-    assert list(told) == ["bench", "rows", "versions", "seed"]
+def test_the_json_line_has_exactly_the_agreed_fields(tmp_path, capsys):
+    given = {"note": "", "seed": 7, "more": {"x": 1}, "folder": None, "kept": {}}
+    show("compare", [], summaries(), Console(), json_file=tmp_path / "line.json", **given)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert (tmp_path / "line.json").read_text() == line + "\n"
+    told = json.loads(line)
+    assert list(told) == ["bench", "rows", "versions", "seed", "x"]
     assert (told["bench"], told["seed"]) == ("compare", 7)
     assert " ".join(told["rows"][0]) == (
         "scheduler workload throughput_tokens_per_s service_rate jain well_behaved_p50_s well_behaved_p99_s hit_rate "
@@ -322,17 +325,17 @@ def test_report_prints_tables_and_draws_plots(tmp_path, capsys):
 
 def test_schedulers_take_turns_so_that_each_has_the_same_mean_place():
     names = list(SCHEDULERS)
-    turns = order(names, 2)
-    assert sorted(turns) == sorted((repeat, name) for repeat in (0, 1) for name in names)
-    places = {name: [place for place, turn in enumerate(turns) if turn[1] == name] for name in names}
-    assert {sum(place) for place in places.values()} == {len(turns) - 1}
-    assert turns[3][1] == turns[4][1], "one cluster serves both sides of the turn"
-    assert order(names, 4)[8] != order(names, 4)[0], "the second pair begins elsewhere"
+    turned = turns(names, 2)
+    assert sorted(turned) == sorted((repeat, name) for repeat in (0, 1) for name in names)
+    places = {name: [place for place, turn in enumerate(turned) if turn[1] == name] for name in names}
+    assert {sum(place) for place in places.values()} == {len(turned) - 1}
+    assert turned[3][1] == turned[4][1], "one cluster serves both sides of the turn"
+    assert turns(names, 4)[8] != turns(names, 4)[0], "the second pair begins elsewhere"
 
 
 def test_a_case_survives_json_and_refuses_unknown_names():
     case = LiveCase(scale=Scale(good_clients=2), rates_per_s={"tot-s1": 0.5})
-    assert LiveCase.from_json(json.dumps(asdict(case))) == case
+    assert LiveCase.from_json(json.loads(json.dumps(asdict(case)))) == case
     with pytest.raises(
         ValueError, match="unknown scheduler 'best': it is PLACEMENT\\+POLICY, of the placements d2lpm"
     ):
@@ -407,7 +410,7 @@ def test_a_comparison_runs_from_nothing_to_its_json_line_and_resumes_where_it_wa
     tmp_path, capsys, monkeypatch
 ):
     pretended, folder = PretendedCluster(), tmp_path / "results"
-    monkeypatch.setattr("workloads.compare.command.spawn", lambda *_: pretended.start)
+    monkeypatch.setattr("workloads.compare.spawn", lambda *_: pretended.start)
     words = "--schedulers d2lpm+dlpm,round_robin+lpm --workloads judge-s1 --duration 2 --repeats 2 --drain 2"
     words += f" --model {tmp_path} --load 0.05 --article-tokens 40 --judgement-tokens 2 --replicas 1"
     make_tokenizer(tmp_path)

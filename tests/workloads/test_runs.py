@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from workloads.compare.comparison import LiveCase
 from workloads.programs import TextCodec
 from workloads.records import End, Manifest, Records
 from workloads.runs import options
 from workloads.runs.case import LOADS, ComparedRun, parts
+from workloads.runs.live import LiveCase
 from workloads.runs.pool import Failed, Pool
 from workloads.simulation.comparison import SimulatedCase
 
@@ -25,22 +25,10 @@ def double(number: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_results_come_in_the_order_of_the_jobs(workers):
-    seen = []
-    with Pool(workers) as pool:
-        assert pool.results(double, [1, 2, 3, 4], seen.append) == [2, 4, 6, 8]
-        assert sorted(seen) == [2, 4, 6, 8]
-        assert pool.results(double, [5]) == [10], "a pool may be used again"
-        assert pool.results(double, []) == []
-        with pytest.raises(RuntimeError, match=r"^-1 is negative$"):
-            pool.results(double, [-1])
-
-
-@pytest.mark.slow
 def test_a_job_that_fails_or_kills_its_worker_fails_alone():
     with Pool(1) as pool:
         ended = dict(pool.carry_out(double, [13, -1, 3]))
+        assert [one.measured for _, one in pool.carry_out(double, [5])] == [10], "a pool may be used again"
         assert (ended[3].measured, ended[-1].error) == (6, "ValueError: -1 is negative")
         assert ended[13] == Failed("its process died with exit code 7")
         assert "double" in ended[-1].trace

@@ -26,7 +26,7 @@ from sglang_fair.calibration.measure import calibrate
 from sglang_fair.settings import table
 from sglang_fair.sim.cost_model import to_json
 from workloads.clients import SCENARIOS, SMALL, Client, Scale
-from workloads.compare.cluster import Cluster, SpawnCluster, flush, verify
+from workloads.clusters import Cluster, SpawnCluster, flush, verify
 from workloads.driver import Driver, Endpoint
 from workloads.experiments import style
 from workloads.experiments.claims import Drawing

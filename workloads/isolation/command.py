@@ -17,7 +17,7 @@ too slow to bring it the requests.
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,16 +28,16 @@ from sglang_fair.bench.gateway import DidNotStart
 from sglang_fair.cluster.options import USUAL
 from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core import POLICIES
-from sglang_fair.settings.commands import Mistake, Option, PassedOn, choices, run
+from sglang_fair.settings.commands import Option, PassedOn, choices, run
 from sglang_fair.settings.program import parse
 from sglang_fair.settings.setting import changed, command_line
 from sglang_fair.settings.table import STOCK_PREFIX, Cluster
-from workloads.compare.cluster import ClusterError, SpawnCluster
-from workloads.compare.comparison import order
+from workloads.clusters import ClusterError, SpawnCluster, turns
 from workloads.isolation.attacks import ATTACKS, FLOOD, LIGHT_PERIOD_S, Scene, find_attack, scenes
 from workloads.isolation.live import STREAM_INTERVAL_TOKENS, Lab
 from workloads.isolation.measures import OURS, STOCK, IsolationRow, Observed, Stack, observe, rows
 from workloads.report import number
+from workloads.runs import options
 from workloads.terminal import sigterm_as_ctrl_c
 
 NAME = "isolation"
@@ -47,29 +47,31 @@ EPILOG = "Arguments behind -- are further options of `sglang-fair cluster`, for 
 
 
 def measure(
-    show: Show, lab: Lab, stacks: Mapping[Stack, Sequence[str]], *,
-    light: int, repeats: int, seed: int, records: Path | None,
-) -> dict[str, Any]:  # fmt: skip
+    show: Show, lab: Lab, stacks: Mapping[Stack, Sequence[str]], given: "IsolationOptions"
+) -> dict[str, Any]:
     """The result, of each stack with its attacks.
 
     Raises ClusterError and DidNotStart for a stack that does not start or breaks down.
     """
+    repeats, light = given.repeats or (1 if given.quick else 3), given.light
     runs: dict[tuple[Stack, Scene], list[Observed]] = {}
-    timing: dict[Stack, list[dict[str, float]]] = {stack: [] for stack in stacks}
+    timing: dict[Stack, list[Mapping[str, float]]] = {stack: [] for stack in stacks}
     reports: dict[str, Any] = {}
-    named = {stack.title: stack for stack in stacks}
-    for repeat, title in order(list(named), repeats):
-        stack = named[title]
-        show(f"repeat {repeat + 1}, starting {title}")
+    for repeat, stack in turns(list(stacks), repeats):
+        show(f"repeat {repeat + 1}, starting {stack.title}")
         with lab.start(stack) as (cluster, reported):
-            reports[title] = reported
+            reports[stack.title] = reported
             for scene in scenes(stacks[stack], light):
                 name = f"{stack.name}-{stack.policy}.{scene.name}.{repeat}.jsonl".replace(":", "-")
                 made, passed = lab.run(
-                    cluster, stack, scene,
-                    seed=f"{seed}.{repeat}", repeat=repeat, reported=reported,
-                    path=None if records is None else records / name,
-                )  # fmt: skip
+                    cluster,
+                    stack,
+                    scene,
+                    seed=f"{given.seed}.{repeat}",
+                    repeat=repeat,
+                    reported=reported,
+                    path=None if given.records is None else given.records / name,
+                )
                 found = observe(made, lab.warm_up_s * lab.pace, lab.pace)
                 runs.setdefault((stack, scene), []).append(found)
                 timing[stack] += passed
@@ -80,7 +82,7 @@ def measure(
     show(render(table))
     return {
         "bench": NAME,
-        "seed": seed,
+        "seed": given.seed,
         "repeats": repeats,
         "versions": versions(),
         "machine": machine(),
@@ -144,84 +146,99 @@ def render(table: Sequence[IsolationRow]) -> str:
     return "\n".join(lines)
 
 
-def isolation(
+@dataclass(frozen=True, kw_only=True)
+class IsolationOptions:
     quick: Annotated[
         bool,
         Option(
             "--quick",
             help="One short run of each scene, policies but the first with the first attack alone: under ten minutes.",
         ),
-    ] = False,
+    ] = False
     attacks: Annotated[
         str, Option(metavar="ATTACK,...", help=f"Comma separated, of {', '.join(ATTACKS)}, and {FLOOD}N.")
-    ] = ",".join(ATTACKS),
+    ] = ",".join(ATTACKS)
     policies: Annotated[
         str, Option(metavar="POLICY,...", help="Ours, comma separated; stock SGLang is always there.")
-    ] = "dlpm,vtc",
-    placement: Annotated[str, choices(list(PLACEMENTS), "Before our policies.")] = USUAL,
-    light: Annotated[int, Option(metavar="N", help="Light clients beside the one that floods.")] = 1,
-    replicas: Annotated[int, Option(metavar="N", help="In each cluster.")] = 4,
-    gpu: Annotated[str, Option(help="The emulated GPU.")] = "a100-80g",
-    model: Annotated[str, Option(help="The emulated model.")] = "llama-3.1-8b",
+    ] = "dlpm,vtc"
+    placement: Annotated[str, choices(list(PLACEMENTS), "Before our policies.")] = USUAL
+    light: Annotated[int, Option(metavar="N", min=1, help="Light clients beside the one that floods.")] = 1
+    replicas: Annotated[int, Option(metavar="N", min=1, help="In each cluster.")] = 4
+    gpu: Annotated[str, Option(help="The emulated GPU.")] = "a100-80g"
+    model: Annotated[str, Option(help="The emulated model.")] = "llama-3.1-8b"
     time_scale: Annotated[
         float, Option(metavar="FACTOR", help="An emulated step takes so many times as long.")
-    ] = 2.0,
+    ] = 2.0
     seconds: Annotated[
         float | None,
         Option(metavar="S", help="Measured in each run, of the engine's time (10; with --quick 3)."),
-    ] = None,
+    ] = None
     repeats: Annotated[
-        int | None, Option(metavar="N", help="Runs of each scene; medians are shown (3; with --quick 1).")
-    ] = None,
-    seed: Annotated[int, Option(help="Of prompts, lengths and pauses.")] = 0,
+        int | None,
+        Option(metavar="N", min=1, help="Runs of each scene; medians are shown (3; with --quick 1)."),
+    ] = None
+    seed: Annotated[int, Option(help="Of prompts, lengths and pauses.")] = 0
     sglang_router: Annotated[
         str, Option(metavar="PATH", help="The program in front of stock SGLang: smg or sglang-router.")
-    ] = "smg",
-    records: Annotated[Path | None, Option(metavar="DIR", help="Keep each run's records there.")] = None,
+    ] = "smg"
+    records: Annotated[Path | None, Option(metavar="DIR", help="Keep each run's records there.")] = None
     file: Annotated[
         Path | None, Option("--json", metavar="FILE", help="Write the last line to FILE, too.")
-    ] = None,
-    rest: PassedOn = None,
-) -> int:
+    ] = None
+    rest: PassedOn = None
+
+    def stacks(self) -> dict[Stack, tuple[str, ...]]:
+        """Each with its attacks. Raises ValueError."""
+        attacks = tuple(find_attack(name).name for name in options.names(self.attacks))
+        found = {Stack(STOCK, STOCK_PLACEMENT, STOCK_POLICY): attacks}
+        for place, policy in enumerate(options.names(self.policies)):
+            if policy not in POLICIES:
+                raise ValueError(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
+            found[Stack(OURS, self.placement, policy)] = attacks[:1] if self.quick and place else attacks
+        return found
+
+    def lab(self, router: str | None, logs: Path) -> Lab:
+        """Raises ValueError."""
+        if self.time_scale <= 0 or (self.seconds is not None and not 0 < self.seconds < float("inf")):
+            raise ValueError("--seconds and --time-scale must be positive")
+        stock = Cluster(
+            replicas=self.replicas,
+            engine="emulated",
+            gpu=self.gpu,
+            model=self.model,
+            time_scale=self.time_scale,
+            extra=("--stream-interval", str(STREAM_INTERVAL_TOKENS)),
+        )
+        return Lab(
+            ours=SpawnCluster(our_settings(stock, self.rest or ()), logs),
+            stock=SpawnCluster(stock, logs),
+            sglang_router=router,
+            warm_up_s=2.0 if self.quick else 4.0,
+            seconds=self.seconds or (3.0 if self.quick else 10.0),
+            drain_s=1.0 if self.quick else 5.0,
+            period_s=1.5 if self.quick else LIGHT_PERIOD_S / 2,
+        )
+
+
+def isolation(given: IsolationOptions) -> int:
     """Measure what one client's load does to the others, beside stock SGLang behind sglang-router.
 
     Progress and a table go to stderr; the result is the last line of stdout. Exit code 0, 2 for bad input or a cluster
     that does not start or breaks down.
     """
-    asked, ours = _attacks(attacks), _policies(policies)
-    if min(light, replicas) < 1 or (repeats is not None and repeats < 1):
-        raise Mistake("--light, --replicas and --repeats must be at least 1")
-    if time_scale <= 0 or (seconds is not None and not 0 < seconds < float("inf")):
-        raise Mistake("--seconds and --time-scale must be positive")
-    program, logs = shutil.which(sglang_router), Path(tempfile.mkdtemp(prefix="isolation-"))
-    stock = Cluster(
-        replicas=replicas, engine="emulated", gpu=gpu, model=model, time_scale=time_scale,
-        extra=("--stream-interval", str(STREAM_INTERVAL_TOKENS)),
-    )  # fmt: skip
-    lab = Lab(
-        ours=SpawnCluster(our_settings(stock, rest or ()), logs),
-        stock=SpawnCluster(stock, logs),
-        sglang_router=program,
-        warm_up_s=2.0 if quick else 4.0,
-        seconds=seconds or (3.0 if quick else 10.0),
-        drain_s=1.0 if quick else 5.0,
-        period_s=1.5 if quick else LIGHT_PERIOD_S / 2,
-    )
-    stacks = {Stack(STOCK, STOCK_PLACEMENT, STOCK_POLICY): asked}
-    for place, policy in enumerate(ours):
-        stacks[Stack(OURS, placement, policy)] = asked[:1] if quick and place else asked
+    router, logs = shutil.which(given.sglang_router), Path(tempfile.mkdtemp(prefix="isolation-"))
+    stacks, lab = given.stacks(), given.lab(router, logs)
 
     def measuring(show: Show) -> dict[str, Any]:
         show(f"logs of the clusters: {logs}")
-        if program is None:
-            show(f"there is no program {sglang_router}: our own gateway with cache_aware stands in for it")
-        return measure(
-            show, lab, stacks,
-            light=light, repeats=repeats or (1 if quick else 3), seed=seed, records=records,
-        )  # fmt: skip
+        if router is None:
+            show(
+                f"there is no program {given.sglang_router}: our own gateway with cache_aware stands in for it"
+            )
+        return measure(show, lab, stacks, given)
 
     with sigterm_as_ctrl_c():
-        carry_out(measuring, file, (ClusterError, DidNotStart, OSError))
+        carry_out(measuring, given.file, (ClusterError, DidNotStart, OSError))
     return 0
 
 
@@ -239,23 +256,8 @@ def our_settings(base: Cluster, words: Sequence[str]) -> Cluster:
     )
 
 
-def _policies(text: str) -> tuple[str, ...]:
-    """Comma separated policies of ours. Raises Mistake."""
-    found = tuple(dict.fromkeys(text.split(",")))
-    for name in found:
-        if name not in POLICIES:
-            raise Mistake(f"no policy {name!r}; there are {', '.join(POLICIES)}")
-    return found
-
-
-def _attacks(text: str) -> tuple[str, ...]:
-    """Comma separated attacks. Raises Mistake."""
-    try:
-        return tuple(find_attack(name).name for name in dict.fromkeys(text.split(",")))
-    except ValueError as error:
-        raise Mistake(str(error)) from None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """`sglang-fair bench isolation`."""
-    return run(isolation, f"sglang-fair bench {NAME}", arguments, epilog=EPILOG)
+    return run(
+        options.command(IsolationOptions, isolation), f"sglang-fair bench {NAME}", arguments, epilog=EPILOG
+    )

@@ -6,23 +6,19 @@ installed, that gateway stands in for it, with the same rule.
 """
 
 import asyncio
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sglang_fair.bench.gateway import Children, free_ports, start_theirs, until_served
-from sglang_fair.common.provenance import machine, versions
-from sglang_fair.sim.gpu_clock import since
 from workloads.clients import client_facts
-from workloads.compare.cluster import Cluster, SpawnCluster, clocks, flush, verify
-from workloads.driver import Driver, Endpoint
+from workloads.clusters import Cluster, SpawnCluster, drive, verify
 from workloads.isolation.attacks import Scene
 from workloads.isolation.measures import STOCK, Stack
 from workloads.programs import PackedCodec
-from workloads.records import Manifest, Records, Run
+from workloads.records import Manifest, Run, stamp
 from workloads.session import Plan
 
 STREAM_INTERVAL_TOKENS = 16
@@ -52,17 +48,6 @@ class Lab:
         """The clusters' time scale."""
         return self.stock.settings.time_scale
 
-    def plan(self, at_once: Mapping[str, int]) -> Plan:
-        """Load for warm-up and measurement; then light clients' programs are waited for."""
-        pace = self.pace
-        return Plan(
-            (self.warm_up_s + self.seconds) * pace,
-            at_once=at_once,
-            drain_s=self.drain_s * pace,
-            drain_for="well-behaved",
-            connections_per_client=max([256, *at_once.values()]),
-        )
-
     @contextmanager
     def start(self, stack: Stack) -> Iterator[tuple[Cluster, dict[str, Any]]]:
         """The stack until the context ends, and what its processes say that they are.
@@ -82,7 +67,7 @@ class Lab:
                 router = start_theirs(children, self.sglang_router, port, metrics, engines)
                 asyncio.run(until_served(port, _FIRST_REQUEST, router))
                 yield (
-                    Cluster(f"http://127.0.0.1:{port}", cluster.replicas, cluster.pid),
+                    replace(cluster, gateway=f"http://127.0.0.1:{port}"),
                     {**reported, "placement": "sglang-router's cache_aware"},
                 )
             finally:
@@ -98,8 +83,9 @@ class Lab:
         repeat: int,
         reported: Mapping[str, Any],
         path: Path | None,
-    ) -> tuple[Run, list[dict[str, float]]]:
-        """One run with empty caches and new names, and what each emulated GPU's clock says."""
+    ) -> tuple[Run, list[Mapping[str, float]]]:
+        """One run, and what each emulated GPU's clock says. When load has ended, light clients' programs are waited
+        for."""
         clients, at_once = scene.load(
             PackedCodec(),
             seed,
@@ -107,7 +93,13 @@ class Lab:
             period_s=self.period_s,
             pace=self.pace,
         )
-        plan = self.plan(at_once)
+        plan = Plan(
+            (self.warm_up_s + self.seconds) * self.pace,
+            at_once=at_once,
+            drain_s=self.drain_s * self.pace,
+            drain_for="well-behaved",
+            connections_per_client=max([256, *at_once.values()]),
+        )
         manifest = Manifest(
             workload=scene.name,
             scheduler=f"{stack.placement}+{stack.policy}",
@@ -118,15 +110,6 @@ class Lab:
             repeat=repeat,
             reported=reported,
             case={"scene": asdict(scene), "plan": asdict(plan), "time_scale": self.pace},
-            versions=versions(),
-            machine=machine(),
-            started_unix_s=time.time(),
+            **stamp(),
         )
-        flush(cluster)
-        before, began_s = clocks(cluster), time.monotonic()
-        with Records(path, manifest) as records:
-            tag = f"@{scene.name}.{repeat}"
-            asyncio.run(Driver(Endpoint(cluster.gateway), clients, plan, records, tag=tag).run())
-        after, elapsed_s = clocks(cluster), time.monotonic() - began_s
-        passed = [since(late, early) for late, early in zip(after, before, strict=True)]
-        return records.run, [{**one, "elapsed_s": elapsed_s} for one in passed]
+        return drive(cluster, clients, plan, manifest, tag=f"@{scene.name}.{repeat}", path=path)

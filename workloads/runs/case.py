@@ -2,7 +2,8 @@
 
 A scheduler is a placement at the router with a policy in the replicas, written PLACEMENT+POLICY. Within a repeat all
 schedulers see the same programs at the same times; repeats have different seeds. The arrival rate follows from a
-capacity that is measured first: the well-behaved programs per second that the engine completes in a burst.
+capacity that is measured first: the well-behaved programs per second that the engine completes in a burst, whose start
+and tail are part of the time, so that it is rather too low than too high.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Self
 from router.placement import PLACEMENTS
 from sglang_fair.core import POLICIES
 from workloads.clients import SCENARIOS, Client, Scale
+from workloads.measures import Summary, summarize
 from workloads.programs import Codec
 from workloads.records import Run, read
 from workloads.session import Plan
@@ -87,6 +89,10 @@ class ComparisonCase:
     def known_workloads(self) -> tuple[str, ...]:
         return tuple(SCENARIOS)
 
+    def unmeasured(self) -> list[str]:
+        """Workloads whose arrival rate is not known yet."""
+        return [name for name in self.workloads if name not in self.rates_per_s]
+
     @property
     def plan(self) -> Plan:
         """The plan of each run."""
@@ -113,19 +119,16 @@ class ComparisonCase:
         return replace(self, rates_per_s={**self.rates_per_s, workload: float(f"{rate:.3g}")})
 
 
-def completed(run: Run) -> tuple[int, float]:
-    """How many programs of a burst ended well, and when the last of them did, in seconds."""
-    done = [p.t_done_s for p in run.programs if p.outcome == "ok" and p.t_done_s is not None]
-    return len(done), max(done, default=0.0)
-
-
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of a comparison: a scheduler (as tables name it) on a workload, with one seed."""
+    """One cell of a comparison: a scheduler (as tables name it) on a workload, with one seed."""
 
     workload: str
     scheduler: str
     repeat: int
+
+    def __str__(self) -> str:
+        return f"{self.scheduler} on {self.workload}"
 
     def path(self, folder: Path) -> Path:
         """Where its records lie."""
@@ -135,6 +138,19 @@ class ComparedRun:
         """Its records are there and complete: a run that was cut off is made again."""
         path = self.path(folder)
         return path.exists() and read(path).end is not None
+
+    def summary(self, run: Run) -> Summary:
+        """Its measures. Raises RuntimeError if no request was served."""
+        found = summarize(run)
+        if not found.ok:
+            raise RuntimeError(f"{self}: no request was served: {errors(run)}")
+        return found
+
+
+def completed(run: Run) -> tuple[int, float]:
+    """How many programs of a burst ended well, and when the last of them did, in seconds."""
+    done = [p.t_done_s for p in run.programs if p.outcome == "ok" and p.t_done_s is not None]
+    return len(done), max(done, default=0.0)
 
 
 def errors(run: Run) -> str:

@@ -98,24 +98,6 @@ class Pool:
                         self._crew[self._crew.index(worker)] = worker = _Worker()
                     began(worker.take(work, waiting.pop()))
 
-    def results(
-        self,
-        work: Callable[[JobT], ResultT],
-        jobs: Sequence[JobT],
-        each: Callable[[ResultT], None] = lambda _: None,
-    ) -> list[ResultT]:
-        """The jobs' results, in the order of `jobs`; `each` gets every result as it comes.
-
-        Raises RuntimeError as soon as one fails, with its reason.
-        """
-        found: dict[int, ResultT] = {}
-        for (place, _), outcome in self.carry_out(_Numbered(work), list(enumerate(jobs))):
-            if isinstance(outcome, Failed):
-                raise RuntimeError(outcome.reason)
-            found[place] = outcome.measured
-            each(outcome.measured)
-        return [found[place] for place in range(len(jobs))]
-
     def close(self) -> None:
         """End the processes, whatever they do."""
         for worker in self._crew:
@@ -127,16 +109,6 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbered(Generic[JobT, ResultT]):
-    """Work for jobs that come with a number."""
-
-    work: Callable[[JobT], ResultT]
-
-    def __call__(self, job: tuple[int, JobT]) -> ResultT:
-        return self.work(job[1])
 
 
 class _Worker:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from sglang_fair.common.provenance import machine, versions
 from workloads.clients import SCENARIOS, Client, Scale
-from workloads.measures import Summary, summarize
+from workloads.measures import Summary
 from workloads.programs import PackedCodec
+from workloads.records import stamp
 from workloads.runs.case import ComparedRun, ComparisonCase, completed, errors, parts
 from workloads.session import Plan
 from workloads.simulation.run import describe, simulate
@@ -57,9 +57,9 @@ class SimulatedCase(ComparisonCase):
         for name in (*self.policy_options, *self.placement_options):
             if name not in named:
                 raise ValueError(f"options are given for {name!r}, which is not among the schedulers")
-        for variant in self.variants():
-            variant.site.settings()
-            describe(variant.site, [], self.plan)
+        for site in self.variants().values():
+            site.settings()
+            describe(site, [], self.plan)
 
     def known_workloads(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*SCENARIOS, *STAND_INS, *self.traces)))
@@ -68,9 +68,12 @@ class SimulatedCase(ComparisonCase):
         """A workload of programs, not a trace."""
         return workload in SCENARIOS and workload not in self.traces
 
-    def variants(self) -> list["Variant"]:
-        """The sites that are compared. A dimension with several values stands in the scheduler's name."""
-        found = []
+    def unmeasured(self) -> list[str]:
+        return [name for name in super().unmeasured() if self.is_scenario(name)]
+
+    def variants(self) -> dict[str, Site]:
+        """The sites that are compared, by the scheduler's name, in which a dimension with several values stands."""
+        found = {}
         for scheduler, count, quantum, worker_quantum in product(
             self.schedulers, self.replicas, self.quanta, self.worker_quanta
         ):
@@ -84,7 +87,7 @@ class SimulatedCase(ComparisonCase):
                 )
                 if len(values) > 1
             ]
-            site = replace(
+            found[" ".join([scheduler, *dimensions])] = replace(
                 self.site,
                 placement=placement,
                 policy=policy,
@@ -94,7 +97,6 @@ class SimulatedCase(ComparisonCase):
                 policy_options=self.policy_options.get(policy, ""),
                 placement_options=self.placement_options.get(placement, {}),
             )
-            found.append(Variant(" ".join([scheduler, *dimensions]), site))
         return found
 
     def traffic(self, workload: str, seed: str) -> tuple[Client, ...]:
@@ -106,14 +108,6 @@ class SimulatedCase(ComparisonCase):
         trace = find_trace(str(self.traces.get(workload, workload)))
         sent = trace if rate is None else trace.at_rate(rate)
         return sent.between(0.0, self.duration_s).clients(PackedCodec(), seed=seed)
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One site, by the name that tables have for it."""
-
-    name: str
-    site: Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,43 +139,32 @@ class SimulatedResult:
 def runs_of(case: SimulatedCase, folder: Path | None) -> list[SimulatedRun]:
     """All runs, in the order of the tables. Their records go to `folder`, if there is one."""
     return [
-        SimulatedRun(case, variant.site, key, folder and key.path(folder))
+        SimulatedRun(case, site, key, folder and key.path(folder))
         for workload in case.workloads
-        for variant in case.variants()
+        for name, site in case.variants().items()
         for repeat in range(case.repeats)
-        for key in [ComparedRun(workload, variant.name, repeat)]
+        for key in [ComparedRun(workload, name, repeat)]
     ]
 
 
 def carry_out(run: SimulatedRun) -> SimulatedResult:
-    """Simulate one run and measure it. Raises ValueError if no request was served."""
+    """Simulate one run and measure it. Raises RuntimeError if no request was served."""
     case, key = run.case, run.key
     seed = case.seed_of(key.repeat)
     clients = case.traffic(key.workload, seed)
-    manifest = replace(
-        describe(run.site, clients, case.plan, seed=seed, workload=key.workload, repeat=key.repeat),
-        scheduler=key.scheduler,
-        versions=versions() if run.path else {},
-        machine=machine() if run.path else {},
-        started_unix_s=time.time(),
-    )
+    made = describe(run.site, clients, case.plan, seed=seed, workload=key.workload, repeat=key.repeat)
+    manifest = replace(made, scheduler=key.scheduler, **(stamp() if run.path else {}))
     began_s = time.perf_counter()
     records = simulate(run.site, clients, case.plan, seed=seed, manifest=manifest, path=run.path)
     wall_s = time.perf_counter() - began_s
-    summary = summarize(records)
-    if not summary.ok:
-        raise ValueError(f"{key.scheduler} on {key.workload}: no request was served: {errors(records)}")
     assert records.end is not None
-    return SimulatedResult(run, summary, records.end.t_s, wall_s)
+    return SimulatedResult(run, key.summary(records), records.end.t_s, wall_s)
 
 
 def capacity(case: SimulatedCase, workload: str) -> float:
-    """Well-behaved programs per second that the first variant completes in a burst.
-
-    The burst's start and tail are part of the time, so this is rather too low than too high. Raises ValueError if no
-    program ends well.
-    """
-    site, each = case.variants()[0].site, 8 * case.replicas[0]
+    """Well-behaved programs per second that the first variant completes in a burst. Raises ValueError if none ends
+    well."""
+    site, each = next(iter(case.variants().values())), 8 * case.replicas[0]
     while True:
         plan = Plan(
             duration_s=3600.0,

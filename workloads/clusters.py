@@ -1,5 +1,6 @@
-"""Clusters for a comparison: start one, check that it is the one asked for, empty its caches, stop it."""
+"""Clusters of this machine: start one, check that it is the one asked for, drive a load on it, stop it."""
 
+import asyncio
 import json
 import os
 import queue
@@ -11,14 +12,21 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang_fair.settings import table
 from sglang_fair.settings.setting import changed, command_line
+from sglang_fair.sim.gpu_clock import since
+from workloads.clients import Client
+from workloads.driver import Driver, Endpoint
+from workloads.records import Manifest, Records, Run
+from workloads.session import Plan, SessionProgress
+
+NameT = TypeVar("NameT")
 
 
 class ClusterError(RuntimeError):
@@ -37,6 +45,18 @@ class Cluster:
 
 StartCluster = Callable[[str, str], AbstractContextManager[Cluster]]
 """(placement, policy) -> a cluster that runs until the context ends."""
+
+
+def turns(schedulers: Sequence[NameT], repeats: int) -> list[tuple[int, NameT]]:
+    """(repeat, scheduler) in the order in which they are to run, where each needs a cluster of its own: rotated between
+    pairs of repeats and reversed in every second repeat, so that a machine that drifts favours none, and so that one
+    cluster serves both sides of the turn."""
+    found = []
+    for repeat in range(repeats):
+        by = (repeat // 2) % len(schedulers)
+        rotated = [*schedulers[by:], *schedulers[:by]]
+        found += [(repeat, name) for name in (reversed(rotated) if repeat % 2 else rotated)]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +127,36 @@ def verify(cluster: Cluster, placement: str, policy: str) -> dict[str, Any]:
     return {"placement": placed, "replicas": replicas}
 
 
-def clocks(cluster: Cluster) -> list[dict[str, Any]]:
-    """Reports of the emulated GPUs' clocks; empty for real engines. Raises ClusterError."""
+def drive(
+    cluster: Cluster,
+    clients: Sequence[Client],
+    plan: Plan,
+    manifest: Manifest,
+    *,
+    tag: str,
+    path: Path | None = None,
+    sampled: bool = False,
+    watch: Callable[[SessionProgress], None] | None = None,
+) -> tuple[Run, list[Mapping[str, float]]]:
+    """One run, with empty caches and clients whose names end in `tag`, so that it inherits nothing. `sampled`: with the
+    replicas' accounts.
+
+    Returns also what each emulated GPU's clock has counted meanwhile; nothing for real engines. Raises ClusterError.
+    """
+    flush(cluster)
+    before, began_s = _clocks(cluster), time.monotonic()
+    replicas = {f"r{place}": url for place, url in enumerate(cluster.replicas)} if sampled else {}
+    with Records(path, manifest) as records:
+        driver = Driver(
+            Endpoint(cluster.gateway), clients, plan, records, replicas=replicas, tag=tag, watch=watch
+        )
+        asyncio.run(driver.run())
+    after, elapsed_s = _clocks(cluster), time.monotonic() - began_s
+    passed = [since(late, early) for late, early in zip(after, before, strict=True)]
+    return records.run, [{**one, "elapsed_s": elapsed_s} for one in passed]
+
+
+def _clocks(cluster: Cluster) -> list[dict[str, Any]]:
     reports = [get_json(f"{replica}/fair").get("emulated") for replica in cluster.replicas]
     return [report for report in reports if report is not None]
 

@@ -1,1 +1,0 @@
-"""The comparison: four schedulers on the same programs, one client misbehaving."""
