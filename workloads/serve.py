@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,15 +25,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core.cost import Cost, describe, make_cost
-from sglang_fair.settings.commands import Mistake, Option, choices, run
+from sglang_fair.settings.commands import Option, choices, run
 from workloads import wire
 from workloads.clients import SCENARIOS, SMALL, Scale, Texts
 from workloads.datasets import read_articles, read_codec, read_questions
 from workloads.driver import Driver, Endpoint
 from workloads.endpoints import HEADER, IDENTITIES, EndpointError, find_model, identity, read_keys
-from workloads.fairness_report import FairnessReport, fairness_report, render
+from workloads.fairness_report import fairness_report, render
 from workloads.load import (
     SINGLE,
     TRACE,
@@ -49,9 +47,11 @@ from workloads.load import (
 )
 from workloads.programs import Codec, TextCodec
 from workloads.programs.prose import Articles, WordProblems
-from workloads.records import Manifest, Records, Run
+from workloads.records import Manifest, Records, stamp
+from workloads.runs.comparison import print_line
+from workloads.runs.options import command
 from workloads.session import Plan, SessionProgress
-from workloads.terminal import FILE_COLUMNS, progress_line
+from workloads.terminal import make_console, progress_line
 
 NAME = "sglang-fair bench serve"
 
@@ -61,41 +61,25 @@ LINE_S = 10.0
 """Interval between two lines of progress, where there is no terminal."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServeCase:
-    """Everything that decides a load on an endpoint."""
-
-    endpoint: Endpoint
-    load: ClientLoad
-    plan: Plan
-    warm_up_s: float
-    cost: Cost
-    manifest: Manifest
-    records: Path | None
-
-    @property
-    def closed_loop(self) -> bool:
-        return bool(self.load.at_once)
-
-
 EndpointOption = partial(Option, rich_help_panel="The endpoint")
 LoadOption = partial(Option, rich_help_panel="The load")
 RunOption = partial(Option, rich_help_panel="The run")
 
 
-def serve(
-    url: Annotated[str, EndpointOption(help="Base URL, without /v1.")],
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    url: Annotated[str, EndpointOption(help="Base URL, without /v1.")]
     api: Annotated[
         Literal["generate", "completions", "chat", "responses", "messages", "embeddings"],
         EndpointOption(help="generate is SGLang's, messages is Anthropic's, the others are OpenAI's."),
-    ] = "completions",
-    model: Annotated[str | None, EndpointOption(help="[default: the endpoint's only one]")] = None,
+    ] = "completions"
+    model: Annotated[str | None, EndpointOption(help="[default: the endpoint's only one]")] = None
     api_key: Annotated[
         str | None,
         EndpointOption(
             metavar="KEY", help="Sent with every request, or with those of clients without their own."
         ),
-    ] = None,
+    ] = None
     place: Annotated[
         str,
         EndpointOption(
@@ -103,16 +87,16 @@ def serve(
             metavar="PLACE",
             help=f"Where a client's name goes: {', '.join(IDENTITIES)}, or {HEADER}NAME.",
         ),
-    ] = "fair",
+    ] = "fair"
     keys: Annotated[
         Path | None,
         EndpointOption(
             metavar="FILE", help="JSON object with each client's API key, for --identity api-key."
         ),
-    ] = None,
-    workload: Annotated[
-        str, choices(WORKLOADS, "What the clients send.", rich_help_panel="The load")
-    ] = SINGLE,
+    ] = None
+    workload: Annotated[str, choices(WORKLOADS, "What the clients send.", rich_help_panel="The load")] = (
+        SINGLE
+    )
     clients: Annotated[
         list[str] | None,
         LoadOption(
@@ -120,52 +104,52 @@ def serve(
             help="A number, or NAME[:KEY=VALUE,...] with rate, concurrency, weight, input, output, prefix; "
             "in a scenario names that begin with bad misbehave. [default: 4]",
         ),
-    ] = None,
+    ] = None
     rate: Annotated[
         float | None,
         LoadOption(metavar="R", help="Open loop: programs a second of each client; of a trace, of all."),
-    ] = None,
+    ] = None
     concurrency: Annotated[
         int | None, LoadOption(metavar="N", help="Closed loop: programs under way of each client.")
-    ] = None,
-    cv: Annotated[float, LoadOption(help="Variation of the gaps between programs; 0: even.")] = 1.0,
-    input_tokens: Annotated[int, LoadOption("--input", metavar="TOKENS", help=f"Of {SINGLE}.")] = 256,
-    output_tokens: Annotated[int, LoadOption("--output", metavar="TOKENS", help=f"Of {SINGLE}.")] = 64,
+    ] = None
+    cv: Annotated[float, LoadOption(help="Variation of the gaps between programs; 0: even.")] = 1.0
+    input_tokens: Annotated[int, LoadOption("--input", metavar="TOKENS", help=f"Of {SINGLE}.")] = 256
+    output_tokens: Annotated[int, LoadOption("--output", metavar="TOKENS", help=f"Of {SINGLE}.")] = 64
     prefix_tokens: Annotated[
         int, LoadOption("--prefix", metavar="TOKENS", help=f"Of {SINGLE}: shared by a client's requests.")
-    ] = 0,
+    ] = 0
     paper_scale: Annotated[
         bool,
         LoadOption("--paper-scale", help="Scenarios with DLPM's lengths; the default suits two cores."),
-    ] = False,
+    ] = False
     questions: Annotated[
         Path | None,
         LoadOption(metavar="FILE", help="Of tot: JSON lines with `question`. [default: made from the seed]"),
-    ] = None,
+    ] = None
     articles: Annotated[
         Path | None,
         LoadOption(
             metavar="PATH", help="Of judge: a folder of *.txt, or a file. [default: made from the seed]"
         ),
-    ] = None,
+    ] = None
     trace: Annotated[
         str | None,
         LoadOption(
             metavar="FILE", help="arena or mooncake JSON lines, a ServeGen folder, or one of these names."
         ),
-    ] = None,
+    ] = None
     tokenizer: Annotated[
         Path | None,
         LoadOption(metavar="DIR", help="Send token ids of exact lengths; else text, 4 letters a token."),
-    ] = None,
-    duration: Annotated[float, RunOption(metavar="S", help="Measured seconds.")] = 60.0,
-    warm_up: Annotated[float, RunOption(metavar="S", help="Before those.")] = 10.0,
-    drain: Annotated[float, RunOption(metavar="S", help="Longest wait for the last answers.")] = 30.0,
-    timeout: Annotated[float, RunOption(metavar="S", help="Of one request.")] = 600.0,
-    connections: Annotated[int, RunOption(metavar="N", help="Of each client.")] = 1024,
-    cost: Annotated[
-        str, RunOption(help="Units of service: linear, profiled, quadratic:d=1000, ...")
-    ] = "linear",
+    ] = None
+    duration: Annotated[float, RunOption(metavar="S", help="Measured seconds.")] = 60.0
+    warm_up: Annotated[float, RunOption(metavar="S", help="Before those.")] = 10.0
+    drain: Annotated[float, RunOption(metavar="S", help="Longest wait for the last answers.")] = 30.0
+    timeout: Annotated[float, RunOption(metavar="S", help="Of one request.")] = 600.0
+    connections: Annotated[int, RunOption(metavar="N", help="Of each client.")] = 1024
+    cost: Annotated[str, RunOption(help="Units of service: linear, profiled, quadratic:d=1000, ...")] = (
+        "linear"
+    )
     stop_at_eos: Annotated[
         bool,
         RunOption(
@@ -173,16 +157,109 @@ def serve(
             help="Answers may end early. By default they have full length, by `ignore_eos`, which not every "
             "server knows.",
         ),
-    ] = False,
-    temperature: Annotated[float, RunOption(help="Of sampling.")] = 0.0,
-    seed: Annotated[str, RunOption(help="Of the programs and their arrivals.")] = "0",
+    ] = False
+    temperature: Annotated[float, RunOption(help="Of sampling.")] = 0.0
+    seed: Annotated[str, RunOption(help="Of the programs and their arrivals.")] = "0"
     records: Annotated[
         Path | None, RunOption(metavar="FILE", help="Write every request as a line of JSON.")
-    ] = None,
+    ] = None
     json_file: Annotated[
         Path | None, RunOption("--json", metavar="FILE", help="Write the last line to FILE too.")
-    ] = None,
-) -> int:
+    ] = None
+
+    def __post_init__(self) -> None:
+        app = SCENARIOS[self.workload].app if self.workload in SCENARIOS else ""
+        if (self.workload == TRACE) != (self.trace is not None):
+            raise ValueError("--workload trace and --trace FILE go together")
+        if (self.questions and app != "tot") or (self.articles and app != "judge"):
+            raise ValueError("--questions are for tot-s1 and tot-s2, --articles for judge-s1 and judge-s2")
+        if not (0 <= self.warm_up < math.inf and 0 < self.duration < math.inf and self.drain >= 0):
+            raise ValueError("--warm-up and --drain must not be negative, --duration must be positive")
+
+    @property
+    def until_s(self) -> float:
+        """When arrivals end."""
+        return self.warm_up + self.duration
+
+    @property
+    def prices(self) -> Cost:
+        return make_cost(self.cost)
+
+    @property
+    def all_clients(self) -> LoadOptions:
+        """What the clients have in common."""
+        return LoadOptions(
+            self.workload,
+            rate=self.rate,
+            concurrency=self.concurrency,
+            cv=self.cv,
+            input=self.input_tokens,
+            output=self.output_tokens,
+            prefix=self.prefix_tokens,
+            scale=Scale() if self.paper_scale else SMALL,
+            seed=self.seed,
+        )
+
+    def load(self, codec: Codec) -> ClientLoad:
+        """Raises ValueError and OSError."""
+        if self.trace is not None:
+            specs = parse_clients(self.clients, TRACE) if self.clients else ()
+            trace = read_trace(self.trace, self.all_clients, self.until_s)
+            return load_trace(trace, specs, self.all_clients, codec)
+        texts = Texts(
+            read_questions(self.questions) if self.questions else WordProblems(),
+            read_articles(self.articles) if self.articles else Articles(),
+        )
+        specs = parse_clients(self.clients or ["4"], self.workload)
+        return load(specs, self.all_clients, codec, texts)
+
+    def endpoint(self, names: Sequence[str]) -> Endpoint:
+        """Raises ValueError, OSError and EndpointError."""
+        named = identity(self.place, names, read_keys(self.keys) if self.keys else None)
+        key = self.api_key or next(iter(named.get("api_keys", {}).values()), None)
+        served = asyncio.run(find_model(self.url, self.model, key))
+        if served is None and self.api != wire.GENERATE:
+            raise EndpointError(f"{self.url} does not list its models: name one with --model")
+        return Endpoint(
+            self.url,
+            self.api,
+            served or "default",
+            ignore_eos=not self.stop_at_eos,
+            temperature=self.temperature,
+            timeout_s=self.timeout,
+            api_key=self.api_key,
+            **named,
+        )
+
+    def manifest(self, loaded: ClientLoad, model: str, *, token_ids: bool) -> Manifest:
+        case = {
+            "api": self.api,
+            "model": model if model != "default" else None,
+            "identity": self.place,
+            "traffic": options_json(self.all_clients),
+            "trace": self.trace,
+            "texts": str(self.questions or self.articles or "") or None,
+            "warm_up_s": self.warm_up,
+            "drain_s": self.drain,
+            "timeout_s": self.timeout,
+            "connections": self.connections,
+            "cost": describe(self.prices),
+            "token_ids": token_ids,
+        }
+        return Manifest(
+            workload=self.workload,
+            scheduler=self.url,
+            clients=loaded.asked,
+            duration_s=self.until_s,
+            seed=self.seed,
+            extend_weight=self.prices.extend_weight,
+            output_weight=self.prices.output_weight,
+            case=case,
+            **stamp(),
+        )
+
+
+def serve(given: ServeOptions) -> int:
     """Load any OpenAI-compatible endpoint from several clients, and report how fairly each was served.
 
     \b
@@ -197,103 +274,44 @@ def serve(
 
     Exit code 0, 1 if no request was answered, 2 for bad input or an endpoint that is not there, 130 after Ctrl-C.
     """
+    prices, codec = given.prices, TextCodec() if given.api in wire.OF_CHATS else read_codec(given.tokenizer)
+    loaded = given.load(codec)
+    endpoint = given.endpoint([client.name for client in loaded.clients])
+    manifest = given.manifest(loaded, endpoint.model, token_ids=not isinstance(codec, TextCodec))
+    plan = Plan(
+        given.until_s,
+        at_once=loaded.at_once,
+        drain_s=given.drain,
+        connections_per_client=given.connections,
+        token_step_s=TOKEN_STEP_S,
+    )
+    console, closed_loop = make_console(stderr=True), bool(loaded.at_once)
+    interrupted = False
     try:
-        app = SCENARIOS[workload].app if workload in SCENARIOS else ""
-        if (workload == TRACE) != (trace is not None):
-            raise ValueError("--workload trace and --trace FILE go together")
-        if (questions and app != "tot") or (articles and app != "judge"):
-            raise ValueError("--questions are for tot-s1 and tot-s2, --articles for judge-s1 and judge-s2")
-        if not (0 <= warm_up < math.inf and 0 < duration < math.inf and drain >= 0):
-            raise ValueError("--warm-up and --drain must not be negative, --duration must be positive")
-        until_s, units = warm_up + duration, make_cost(cost)
-        codec = read_codec(tokenizer) if api not in wire.OF_CHATS else TextCodec()
-        options = LoadOptions(
-            workload,
-            rate=rate,
-            concurrency=concurrency,
-            cv=cv,
-            input=input_tokens,
-            output=output_tokens,
-            prefix=prefix_tokens,
-            scale=Scale() if paper_scale else SMALL,
-            seed=seed,
-        )
-        texts = Texts(
-            read_questions(questions) if questions else WordProblems(),
-            read_articles(articles) if articles else Articles(),
-        )
-        loaded = _load(options, clients, trace, until_s, codec, texts)
-        named = identity(place, [client.name for client in loaded.clients], read_keys(keys) if keys else None)
-        key = api_key or next(iter(named.get("api_keys", {}).values()), None)
-        served = asyncio.run(find_model(url, model, key))
-        if served is None and api != wire.GENERATE:
-            raise EndpointError(f"{url} does not list its models: name one with --model")
-        case = ServeCase(
-            endpoint=Endpoint(
-                url,
-                api,
-                served or "default",
-                ignore_eos=not stop_at_eos,
-                temperature=temperature,
-                timeout_s=timeout,
-                api_key=api_key,
-                **named,
-            ),
-            load=loaded,
-            plan=Plan(
-                until_s,
-                at_once=loaded.at_once,
-                drain_s=drain,
-                connections_per_client=connections,
-                token_step_s=TOKEN_STEP_S,
-            ),
-            warm_up_s=warm_up,
-            cost=units,
-            manifest=Manifest(
-                workload=workload,
-                scheduler=url,
-                clients=loaded.asked,
-                duration_s=until_s,
-                seed=seed,
-                extend_weight=units.extend_weight,
-                output_weight=units.output_weight,
-                case={
-                    "api": api,
-                    "model": served,
-                    "identity": place,
-                    "traffic": options_json(options),
-                    "trace": trace,
-                    "texts": str(questions or articles or "") or None,
-                    "warm_up_s": warm_up,
-                    "drain_s": drain,
-                    "timeout_s": timeout,
-                    "connections": connections,
-                    "cost": describe(units),
-                    "token_ids": not isinstance(codec, TextCodec),
-                },
-                versions=versions(),
-                machine=machine(),
-                started_unix_s=datetime.now(UTC).timestamp(),
-            ),
-            records=records,
-        )
-    except (ValueError, OSError, EndpointError) as error:
-        raise Mistake(str(error)) from None
-    return measure(case, json_file)
-
-
-def _load(
-    options: LoadOptions,
-    clients: Sequence[str] | None,
-    trace: str | None,
-    until_s: float,
-    codec: Codec,
-    texts: Texts,
-) -> ClientLoad:
-    if trace is None:
-        return load(parse_clients(clients or ["4"], options.workload), options, codec, texts)
-    specs = parse_clients(clients, TRACE) if clients else ()
-    return load_trace(read_trace(trace, options, until_s), specs, options, codec)
+        with Records(given.records, manifest) as records:
+            interrupted = asyncio.run(drive(endpoint, loaded, plan, records, console))
+        report = fairness_report(records.run, warm_up_s=given.warm_up, cost=prices, weights=loaded.weights)
+        console.print(render(report, closed_loop=closed_loop))
+        result = {
+            "bench": "serve",
+            "url": given.url,
+            "workload": given.workload,
+            "seed": given.seed,
+            "case": manifest.case,
+            "loop": "closed" if closed_loop else "open",
+            "interrupted": interrupted,
+            "clients_asked": manifest.clients,
+            "report": report.to_json(),
+            "versions": manifest.versions,
+            "machine": manifest.machine,
+        }
+        print_line(json.dumps(result, separators=(",", ":"), default=str), given.json_file)
+    except (ValueError, OSError) as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
+        return 130 if interrupted else 2
+    if interrupted:
+        return 130
+    return 0 if report.ok else 1
 
 
 @dataclass(slots=True)
@@ -314,20 +332,13 @@ class ProgressView:
             self.next_s = progress.now_s + LINE_S
 
 
-async def drive(case: ServeCase, console: Console) -> tuple[Run, bool]:
-    """Drive the load. Returns the run, and whether Ctrl-C ended it."""
+async def drive(
+    endpoint: Endpoint, loaded: ClientLoad, plan: Plan, records: Records, console: Console
+) -> bool:
+    """Drive the load. Returns whether Ctrl-C ended it."""
     interrupted = False
-    with (
-        Records(case.records, case.manifest) as records,
-        Live(Text(""), console=console, transient=True, refresh_per_second=2) as live,
-    ):
-        driver = Driver(
-            case.endpoint,
-            case.load.clients,
-            case.plan,
-            records,
-            watch=ProgressView(case.plan, console, live),
-        )
+    with Live(Text(""), console=console, transient=True, refresh_per_second=2) as live:
+        driver = Driver(endpoint, loaded.clients, plan, records, watch=ProgressView(plan, console, live))
 
         def stop() -> None:
             nonlocal interrupted
@@ -342,45 +353,7 @@ async def drive(case: ServeCase, console: Console) -> tuple[Run, bool]:
         finally:
             with suppress(ValueError, RuntimeError):
                 loop.remove_signal_handler(signal.SIGINT)
-        return records.run, interrupted
-
-
-def last_line(case: ServeCase, report: FairnessReport, run: Run, *, interrupted: bool) -> str:
-    """The result for programs, in one line."""
-    result = {
-        "bench": "serve",
-        "url": case.endpoint.url,
-        "workload": case.manifest.workload,
-        "seed": case.manifest.seed,
-        "case": case.manifest.case,
-        "loop": "closed" if case.closed_loop else "open",
-        "interrupted": interrupted,
-        "clients_asked": case.manifest.clients,
-        "report": report.to_json(),
-        "versions": run.manifest.versions,
-        "machine": run.manifest.machine,
-    }
-    return json.dumps(result, separators=(",", ":"), default=str)
-
-
-def measure(case: ServeCase, json_file: Path | None) -> int:
-    """Drive the load and report on it. Returns the exit code."""
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else FILE_COLUMNS)
-    interrupted = False
-    try:
-        run, interrupted = asyncio.run(drive(case, console))
-        report = fairness_report(run, warm_up_s=case.warm_up_s, cost=case.cost, weights=case.load.weights)
-        console.print(render(report, closed_loop=case.closed_loop))
-        line = last_line(case, report, run, interrupted=interrupted)
-        print(line, flush=True)
-        if json_file:
-            json_file.write_text(line + "\n", encoding="utf-8")
-    except (ValueError, OSError, EndpointError) as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 130 if interrupted else 2
-    if interrupted:
-        return 130
-    return 0 if report.ok else 1
+    return interrupted
 
 
 def repeated(option: str, arguments: Sequence[str]) -> list[str]:
@@ -399,7 +372,8 @@ def repeated(option: str, arguments: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     words = sys.argv[1:] if arguments is None else arguments
-    return run(serve, NAME, repeated("--clients", words))
+    refused = (ValueError, OSError, EndpointError)
+    return run(command(ServeOptions, serve, refused), NAME, repeated("--clients", words))
 
 
 if __name__ == "__main__":

@@ -35,9 +35,10 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def make_console() -> Console:
-    """For tables on stdout, as wide as the terminal or `FILE_COLUMNS`."""
-    return Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
+def make_console(*, stderr: bool = False) -> Console:
+    """For tables, as wide as the terminal or `FILE_COLUMNS`."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else FILE_COLUMNS)
 
 
 def interrupted(number: int, frame: FrameType | None) -> NoReturn:

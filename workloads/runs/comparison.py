@@ -41,11 +41,15 @@ def show(
     line = {"bench": name, "rows": table, "versions": versions(), "seed": seed, **more}
     if folder is not None:
         _keep(folder, runs, summaries, {"comparison": line, **kept}, console)
-    text = json.dumps(line)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(text + "\n", encoding="utf-8")
+    print_line(json.dumps(line), json_file)
+
+
+def print_line(text: str, file: Path | None) -> None:
+    """A result for programs: the last line of stdout, and of `file`."""
     print(text, flush=True)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def _keep(
