@@ -93,7 +93,7 @@ lock: $(STAMPS)/venv ## write the locks anew, keeping their pins (ARGS=--upgrade
 	$(PIP) -q uv
 	grep -hv '^#' $(LOCK) $(MORE) >$(STAMPS)/all.txt
 	$(COMPILE) --extra dev -o $(STAMPS)/all.txt $(ARGS)
-	$(COMPILE) --extra batches --extra top --extra workloads --constraint $(STAMPS)/all.txt -o $(LOCK)
+	$(COMPILE) --extra batches --extra workloads --constraint $(STAMPS)/all.txt -o $(LOCK)
 	{ head -2 $(LOCK); grep -vxFf $(LOCK) $(STAMPS)/all.txt; } >$(MORE)
 
 dist: $(READY) ## build the sdist and, of it, the wheel into dist/
@@ -139,7 +139,7 @@ $(STAMPS)/cpu-dev: $(MORE) $(STAMPS)/cpu
 	@touch $@
 
 $(STAMPS)/cuda: pyproject.toml sglang_fair/install/check.py | $(STAMPS)/venv
-	$(PIP) -e '.[cuda,top,workloads]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) -e '.[cuda,workloads]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(PIP) --no-deps $(MODEL_TOOLS)
 	$(BIN)/python -m sglang_fair.install.check cuda
 	@touch $@

@@ -12,7 +12,6 @@ EXTRAS = {
     "python_multipart": ("batches", "--batches"),
     "scipy": ("qlm", "placement qlm"),
     "sqlalchemy": ("batches", "--batches"),
-    "textual": ("top", "sglang-fair top"),
 }
 """Packages, each with the extra that has it and what needs it. Ray's, Redis' and OpenTelemetry's are asked for
 where they are used."""

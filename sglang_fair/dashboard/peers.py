@@ -1,13 +1,13 @@
 """The gateway and the replicas, as an operator asks them: with the keys that are in the environment.
 
-A body that is no report of ours is a state of its own, never an error. Redirects are not followed, and nothing is read
-beyond `MAX_BODY_BYTES`.
+Redirects are not followed, and nothing is read beyond `MAX_BODY_BYTES`.
 """
 
 import asyncio
 import json
 import ssl
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -15,14 +15,9 @@ import aiohttp
 import msgspec
 
 from sglang_fair.common.service_keys import admin_key, replica_key
-from sglang_fair.dashboard.reading import (
-    GatewayReading,
-    Ranks,
-    Reading,
-    ReplicaReading,
-    ReplicaReport,
-    Status,
-)
+from sglang_fair.dashboard.model import Model
+from sglang_fair.dashboard.reading import Reading, ReplicaReading, gateway_reading, replica_reading
+from sglang_fair.dashboard.view import View
 
 TIMEOUT_S = 5.0
 MAX_BODY_BYTES = 32 << 20
@@ -63,10 +58,10 @@ class Peers:
         if front.status is not None:
             self._urls = {name: worker.url for name, worker in front.status.workers.items() if worker.url}
             self._has_tenants = front.status.gateway.tenants is not None
+        asked = [self._get(f"{url.rstrip('/')}/fair", replica_key.headers()) for url in self._urls.values()]
         replicas: dict[str, ReplicaReading] = {}
-        asked = [self._replica(name, url) for name, url in self._urls.items()]
-        for found in await asyncio.gather(*asked):
-            replicas |= found
+        for name, answer in zip(list(self._urls), await asyncio.gather(*asked), strict=True):
+            replicas |= replica_reading(name, *answer)
         return Reading(front, replicas)
 
     async def requests(self, client: str | None, most: int) -> Any:
@@ -98,9 +93,6 @@ class Peers:
                 self._read(*answer)
             except Refused as error:
                 raise Refused(f"{name}: {error}", error.status) from None
-
-    async def _replica(self, name: str, url: str) -> dict[str, ReplicaReading]:
-        return replica_reading(name, *await self._get(f"{url.rstrip('/')}/fair", replica_key.headers()))
 
     def _read(self, status: int | None, body: bytes) -> Any:
         try:
@@ -135,39 +127,34 @@ class Peers:
             return None, b""
 
 
-def gateway_reading(status: int | None, body: bytes) -> GatewayReading:
-    """What an answer of `/status` says; `status` None: there was none."""
-    if status in (401, 403):
-        return GatewayReading("denied")
-    found = _decoded(body, Status) if status == 200 else None
-    if found is None:
-        return GatewayReading("down")
-    return GatewayReading("router down" if found.gateway.fallback else "up", found)
+class Poller:
+    """Looks at the cluster every so often, and keeps what is to be shown: one for any number of viewers. Belongs to one
+    event loop."""
 
+    def __init__(self, peers: Peers, every_s: float, looked: Callable[[], None] = lambda: None) -> None:
+        """`looked` is called after each look."""
+        self._peers, self._every_s, self._looked = peers, every_s, looked
+        self._model = Model(every_s)
+        self._encoded: dict[str, bytes] = {}
 
-def replica_reading(name: str, status: int | None, body: bytes) -> dict[str, ReplicaReading]:
-    """What an answer of `/fair` says, for each scheduler of the replica: `r0`, or `r0.0` and `r0.1`."""
-    if status in (401, 403):
-        return {name: ReplicaReading("denied")}
-    if status == 404:
-        return {name: ReplicaReading("no overlay")}
-    if status == 200:
-        if (one := _decoded(body, ReplicaReport)) is not None:
-            return {name: ReplicaReading("ok", one)}
-        if (ranks := _decoded(body, Ranks)) is not None:
-            return {
-                f"{name}.{rank}": ReplicaReading("ok", report)
-                for rank, report in enumerate(ranks.data_parallel)
-            }
-    return {name: ReplicaReading("silent")}
+    async def run(self) -> None:
+        """Looks until it is cancelled. A look that takes longer than the time between two delays the next."""
+        while True:
+            began_s = time.monotonic()
+            self._model.take(await self._peers.look(), time.time())
+            self._encoded.clear()
+            self._looked()
+            await asyncio.sleep(max(0.1, began_s + self._every_s - time.monotonic()))
 
+    def view(self, span: str) -> View:
+        """What is to be shown."""
+        return self._model.view(span)
 
-def _decoded(body: bytes, kind: type[Any]) -> Any:
-    """A `kind`; None for anything else."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    def encoded(self, span: str) -> bytes:
+        """The same as JSON; made once a look, however many ask. KeyError for a span that there is not."""
+        if span not in self._encoded:
+            self._encoded[span] = msgspec.json.encode(self.view(span))
+        return self._encoded[span]
 
 
 def _reason(found: object) -> str:

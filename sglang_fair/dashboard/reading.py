@@ -1,11 +1,14 @@
-"""One look at a cluster: what the gateway's `/status` and each replica's `/fair` said, or why they said nothing.
+"""One look at a cluster: what the gateway's `/status` and each replica's `/fair` say, or why they say nothing. Pure.
 
-Peers may be of another version, or not ours at all: a field that is missing has a default. Pure; `peers` reads them.
+Peers may be of another version, or not ours at all: a field that is missing has a default, and a body that is no report
+of ours is a state of its own, never an error. Only what is shown is decoded.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct, field
 
 SYSTEM = "(system)"
 """The account of work that no client caused (`core.ledger`)."""
@@ -14,48 +17,38 @@ OTHERS = "(others)"
 """The account of the clients that a replica's ledger has dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientReading:
-    """A client at one replica: what it was given since the replica began, and what it has there."""
+class Totals(Struct, frozen=True):
+    """All accounts of a replica since it began."""
+
+    extend_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    service: float = 0.0
+    waiting: int = 0
+    running: int = 0
+
+
+class ClientReading(Totals, frozen=True):
+    """A client's account at one replica. It is charged `service` and `transferred_units`: what it paid for others'
+    prefixes less what others paid for its own."""
 
     weight: float = 1.0
     counter: float | None = None
     """The policy's: DLPM's deficit, VTC's virtual counter."""
-    extend_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    service: float = 0.0
     transferred_units: float = 0.0
-    """What it paid for others' prefixes less what others paid for its own. It is charged this and its service."""
     requests: int = 0
     """Admitted ones."""
     backlog: int | None = None
     """The number of its present backlog; another one is a new backlog."""
-    waiting: int = 0
-    running: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """The same over all accounts of a replica."""
-
-    extend_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    service: float = 0.0
-    waiting: int = 0
-    running: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Books:
+class Books(Struct, frozen=True):
     """Whether charges and the engine's counters agree."""
 
     ok: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
+class ReplicaReport(Struct, frozen=True):
     """`GET /fair` of one scheduler."""
 
     policy: str
@@ -63,11 +56,10 @@ class ReplicaReport:
     totals: Totals
     bound: float | None = None
     refills: int | None = None
-    conservation: Books = field(default_factory=Books)
+    conservation: Books = Books()
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
+class Ranks(Struct, frozen=True):
     """`GET /fair` of a replica with several schedulers."""
 
     data_parallel: list[ReplicaReport]
@@ -76,27 +68,23 @@ class Ranks:
 ReplicaState = Literal["ok", "silent", "denied", "no overlay"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaReading:
+class ReplicaReading(Struct, frozen=True):
     """A replica. Its `report` is there if its state is "ok"."""
 
     state: ReplicaState
     report: ReplicaReport | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(Struct, frozen=True):
     """A replica as the router knows it, or in fallback the gateway."""
 
     url: str = ""
     state: str = "up"
     in_flight: int = 0
-    tree_tokens: int = 0
     model: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Hits:
+class Hits(Struct, frozen=True):
     """Prompt tokens of answered requests: those that the router took to be cached, and those that were."""
 
     measured_input_tokens: int = 0
@@ -104,72 +92,92 @@ class Hits:
     measured_cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TenantsFile:
+class TenantsFile(Struct, frozen=True):
     """How the gateway reads its tenants' file."""
 
-    tenants: int = 0
-    failures: int = 0
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Front:
+class Front(Struct, frozen=True):
     """The gateway's own part of `/status`."""
 
     fallback: bool = False
-    in_flight: int = 0
-    requests: int = 0
-    refusals: dict[str, int] = field(default_factory=dict)
     tenants: TenantsFile | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantine:
-    """A client whose requests have ended replicas."""
+class Quarantine(Struct, frozen=True):
+    """A client whose requests have ended replicas, the latest `request` at `worker`."""
 
     left_s: float = 0.0
     convictions: int = 0
     doubts: int = 0
     request: str = ""
-    """The latest of these requests."""
     worker: str = ""
     is_refused: bool = False
     """None of its requests are served; otherwise one at a time is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Suspects:
+class Suspects(Struct, frozen=True):
     """The router's quarantine, by client."""
 
-    quarantine: dict[str, Quarantine] = field(default_factory=dict)
+    quarantine: dict[str, Quarantine] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(Struct, frozen=True):
     """`GET /status`."""
 
     gateway: Front
     placement: str = ""
-    workers: dict[str, Worker] = field(default_factory=dict)
-    hits: Hits = field(default_factory=Hits)
+    workers: dict[str, Worker] = {}
+    hits: Hits = Hits()
     suspects: Suspects = field(default_factory=Suspects)
 
 
 GatewayState = Literal["up", "router down", "down", "denied"]
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayReading:
+class GatewayReading(Struct, frozen=True):
     """The gateway. `status` is there unless it is down or denies."""
 
     state: GatewayState
     status: Status | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(Struct, frozen=True):
     """One look at the whole cluster."""
 
     gateway: GatewayReading
-    replicas: Mapping[str, ReplicaReading] = field(default_factory=dict)
+    replicas: Mapping[str, ReplicaReading] = {}
+
+
+def gateway_reading(status: int | None, body: bytes) -> GatewayReading:
+    """What an answer of `/status` says; `status` None: there was none."""
+    if status in (401, 403):
+        return GatewayReading("denied")
+    found = _decoded(body, Status) if status == 200 else None
+    if found is None:
+        return GatewayReading("down")
+    return GatewayReading("router down" if found.gateway.fallback else "up", found)
+
+
+def replica_reading(name: str, status: int | None, body: bytes) -> dict[str, ReplicaReading]:
+    """What an answer of `/fair` says, for each scheduler of the replica: `r0`, or `r0.0` and `r0.1`."""
+    if status in (401, 403):
+        return {name: ReplicaReading("denied")}
+    if status == 404:
+        return {name: ReplicaReading("no overlay")}
+    if status == 200:
+        if (one := _decoded(body, ReplicaReport)) is not None:
+            return {name: ReplicaReading("ok", one)}
+        if (ranks := _decoded(body, Ranks)) is not None:
+            reports = enumerate(ranks.data_parallel)
+            return {f"{name}.{rank}": ReplicaReading("ok", report) for rank, report in reports}
+    return {name: ReplicaReading("silent")}
+
+
+def _decoded(body: bytes, kind: type[Any]) -> Any:
+    """A `kind`; None for anything else."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

@@ -19,8 +19,7 @@ from aiohttp import web
 from sglang_fair.cluster.explain import told
 from sglang_fair.common.guard import FORM, JSON, objection
 from sglang_fair.dashboard.model import SPANS
-from sglang_fair.dashboard.peers import Peers, Refused
-from sglang_fair.dashboard.poller import Poller
+from sglang_fair.dashboard.peers import Peers, Poller, Refused
 from sglang_fair.dashboard.session import HOLDS_S, Session
 
 MAX_BODY_BYTES = 4096

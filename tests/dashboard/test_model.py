@@ -2,23 +2,23 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 from math import inf
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings, target
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.events import Done, Suspicion
 from router.suspects import Suspects
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.dashboard.gains import Counters
-from sglang_fair.dashboard.history import MOST_NAMED, History
-from sglang_fair.dashboard.model import FORGOTTEN_AFTER_S, ROWS, SPANS, WINDOW_S, Followed, Model
-from sglang_fair.dashboard.peers import gateway_reading, replica_reading
+from sglang_fair.dashboard.followed import Counters, Followed
+from sglang_fair.dashboard.history import EXTEND, MOST_NAMED, SERVICE, History
+from sglang_fair.dashboard.model import FORGOTTEN_AFTER_S, ROWS, SPANS, WINDOW, WINDOW_S, Model
 from sglang_fair.dashboard.reading import (
     OTHERS,
     SYSTEM,
@@ -32,8 +32,10 @@ from sglang_fair.dashboard.reading import (
     TenantsFile,
     Totals,
     Worker,
+    gateway_reading,
+    replica_reading,
 )
-from sglang_fair.dashboard.shares import fair_shares
+from sglang_fair.dashboard.shown import fair_shares
 from sglang_fair.dashboard.view import View
 from tests.support.budget import examples
 from tests.support.engine_model import EngineModel, Traffic, cases
@@ -103,11 +105,11 @@ def test_what_was_gained_is_what_the_totals_say_whatever_is_named(events, most):
                 gain = counters.take(source.report())
                 assert gain is not None
                 parts = [*gain.clients.values(), gain.others]
-                assert all(amount >= 0 for part in parts for amount in part)
-                assert sum(part.service for part in parts) == sum(part.extend_tokens for part in parts)
-                gained += sum(part.service for part in parts)
+                assert all((part >= 0).all() for part in parts)
+                assert sum(part[SERVICE] for part in parts) == sum(part[EXTEND] for part in parts)
+                gained += sum(part[SERVICE] for part in parts)
                 if not gain.restarted and not unseen:
-                    assert sum(part.service for part in parts) == since_look
+                    assert sum(part[SERVICE] for part in parts) == since_look
                 since_look, unseen = 0, 0
     assert gained >= 0
 
@@ -128,8 +130,8 @@ def test_a_report_that_contradicts_itself_gains_nobody_more_than_its_totals(repo
         gain, now = counters.take(report), report.totals.extend_tokens
         if gain is not None:
             parts = [*gain.clients.values(), gain.others]
-            assert all(amount >= 0 for part in parts for amount in part)
-            assert sum(part.extend_tokens for part in parts) == (now if now < before else now - before)
+            assert all((part >= 0).all() for part in parts)
+            assert sum(part[EXTEND] for part in parts) == (now if now < before else now - before)
         before = now
 
 
@@ -140,8 +142,8 @@ def test_a_client_that_rises_into_the_list_did_not_get_all_of_it_just_now():
     source.given["b"] += 20
     gain = counters.take(source.report())
     assert gain is not None
-    assert gain.clients["b"].service == 0
-    assert gain.others.service == 20
+    assert gain.clients["b"][SERVICE] == 0
+    assert gain.others[SERVICE] == 20
 
 
 # ---- difference beside bound
@@ -171,7 +173,7 @@ def test_the_difference_that_is_shown_never_passes_the_bound_of_a_queue_that_kee
         if step % every == 0:
             followed.report = report = report_of(queue)
             followed.note_waits(2.0 * step)
-            difference = followed.difference()
+            difference = followed.difference
             if difference is not None:
                 assert report.bound is not None
                 assert difference <= report.bound + 1e-6
@@ -186,21 +188,21 @@ def test_who_lasts_and_what_is_compared_after_a_restart_and_a_new_weight():
 
     one = Followed()
     look(0, a=ClientReading(backlog=1), b=ClientReading(backlog=2))
-    assert one.difference() is None
+    assert one.difference is None
     look(10, a=ClientReading(backlog=1, service=90.0), b=ClientReading(backlog=2, service=10.0))
-    assert one.difference() == 80
+    assert one.difference == 80
     shared = ClientReading(backlog=2, service=10.0, transferred_units=30.0)
     look(11, a=ClientReading(backlog=1, service=90.0, transferred_units=-30.0), b=shared)
-    assert one.difference() == 60, "since 10: what counts is what was charged"
+    assert one.difference == 60, "since 10: what counts is what was charged"
     heavier = ClientReading(backlog=1, service=100.0, weight=3.0)
     look(20, a=heavier, b=ClientReading(backlog=3, service=10.0))
-    assert one.difference() is None
+    assert one.difference is None
     assert one.lasting(0) == ["a"]
     assert one.lasting(20) == ["a", "b"]
     look(30, a=ClientReading(backlog=1), b=ClientReading(backlog=3))
-    assert (one.difference(), one.lasting(29)) == (None, [])
+    assert (one.difference, one.lasting(29)) == (None, [])
     one.report = None
-    assert (one.difference(), one.lasting(31)) == (None, [])
+    assert (one.difference, one.lasting(31)) == (None, [])
 
 
 # ---- fair shares
@@ -229,17 +231,22 @@ def test_fair_shares_are_weighted_max_min(total, wanted, weights):
 )
 def test_a_history_loses_nothing_and_counts_nothing_twice(gains, step_s):
     history, now_s, total = History(step_s, 10_000), 1000.0, 0.0
-    history.look(now_s, now_s, {}, 0)
+    history.look(now_s, now_s, {})
     for lasted_s, units in gains:
         since_s, now_s = now_s, now_s + lasted_s
-        history.look(since_s, now_s, {}, 0)
-        history.gained(since_s, now_s, {"a": units}, units, units, 0)
+        history.look(since_s, now_s, {})
+        history.gained(since_s, now_s, "r0", {name: np.full(6, float(units)) for name in ("a", OTHERS)})
         total += units
     buckets = history.buckets()
     numbers = [bucket.number for bucket in buckets]
     assert numbers == list(range(numbers[0], numbers[-1] + 1))
-    assert sum(bucket.service.get("a", 0.0) for bucket in buckets) == pytest.approx(total)
-    assert sum(bucket.others for bucket in buckets) == pytest.approx(total)
+    for name in ("a", OTHERS):
+        assert sum(
+            bucket.clients[name][SERVICE] for bucket in buckets if name in bucket.clients
+        ) == pytest.approx(total)
+    assert sum(bucket.replicas["r0"][SERVICE] for bucket in buckets if bucket.replicas) == pytest.approx(
+        2 * total
+    )
     assert sum(bucket.observed_s for bucket in buckets) == pytest.approx(now_s - 1000.0)
     assert all(bucket.observed_s <= step_s + 1e-6 for bucket in buckets)
 
@@ -418,11 +425,9 @@ def test_ten_thousand_names_are_eight_rows_and_a_sum():
         assert view.others.clients == 10_002 - ROWS
         assert sum(one.share for one in view.clients) + view.others.share == pytest.approx(1)
         assert len(msgspec.json.encode(view)) < 100_000
-    assert all(
-        len(bucket.service) <= MOST_NAMED
-        for history in model._histories.values()
-        for bucket in history.buckets()
-    )
+    for history in model._histories.values():
+        folded = history.buckets()[: -WINDOW if history.step_s == 5.0 else None]
+        assert all(len(bucket.clients) <= MOST_NAMED + 1 for bucket in folded)
 
 
 @given(order=st.lists(st.permutations("abcdefghijkl"), min_size=1, max_size=10))

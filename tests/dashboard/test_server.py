@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import os
+import pty
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,7 +22,6 @@ from sglang_fair.dashboard import session as sessions
 from sglang_fair.dashboard.__main__ import main
 from sglang_fair.dashboard.server import application
 from sglang_fair.dashboard.session import HOLDS_S, Session
-from sglang_fair.dashboard.terminal import Top
 from tests.support.ports import free_port
 
 KEY = "the admin's key"
@@ -294,25 +297,43 @@ def test_what_cannot_be_served_is_said(
 # -- the terminal
 
 
-def test_top_shows_the_same() -> None:
+def test_top_shows_the_same_until_q() -> None:
+    """On a terminal of its own."""
+
     async def whole() -> None:
         stand_in = StandIn()
         cluster = web.Application()
         cluster.router.add_route("*", "/{path:.*}", stand_in.answer)
+        shown = bytearray()
+
+        async def until(text: str) -> None:
+            for _ in range(400):
+                if text.encode() in shown:
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError(f"no {text}: {shown.decode()}")
+
         async with served(cluster, stand_in.port):
-            app = Top(stand_in.url, 0.2)
-            async with app.run_test(size=(140, 40)) as pilot:
-                table = app.query_one("#clients")
-                while not table.row_count:
-                    await pilot.pause(0.05)
-                assert [str(cell) for cell in table.get_row_at(0)][:2] == ["<b>gold</b>", "1"]
-                assert str(table.get_row_at(0)[-1]) == "-5"
-                assert app.sub_title == "all well"
-                stand_in.front["fallback"] = True
-                while app.sub_title != "router down":
-                    await pilot.pause(0.05)
-                await pilot.press("s")
-                await pilot.pause()
-                await pilot.press("q")
+            ours, its = pty.openpty()
+            asyncio.get_running_loop().add_reader(ours, lambda: shown.extend(os.read(ours, 1 << 16)))
+            command = [sys.executable, "-m", "sglang_fair.dashboard.top", stand_in.url, "--every", "0.2"]
+            top = subprocess.Popen(
+                command,
+                stdin=its,
+                stdout=its,
+                stderr=its,
+                env=os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"},
+            )
+            for text in ("<b>gold</b>", "-5", "all well", "the last 10 min"):
+                await until(text)
+            stand_in.front["fallback"] = True
+            await until("router down")
+            os.write(ours, b"s")
+            await until("the last 2 h")
+            os.write(ours, b"q")
+            assert await asyncio.to_thread(top.wait, 20) == 0
+            asyncio.get_running_loop().remove_reader(ours)
+            os.close(ours)
+            os.close(its)
 
     asyncio.run(whole())

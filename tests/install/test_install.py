@@ -116,7 +116,6 @@ def test_with_one_nothing_is_said() -> None:
             "router.gateway.__main__",
             "--router tcp://127.0.0.1:9 --model-name m --tokenizer . --port 1 --limit-store redis://h",
         ),
-        ("textual", "sglang_fair.dashboard.top", ""),
     ],
 )
 def test_a_missing_extra_is_named_in_one_line(package: str, main: str, words: str, tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_a_missing_extra_is_named_in_one_line(package: str, main: str, words: st
         "module = import_module(sys.argv[2])\n"
         "sys.argv = sys.argv[2:]\n"
         "main = module.main\n"
-        "sys.exit(main() if 'dashboard' not in module.__name__ else module.run(main, 'sglang-fair top', []))\n"
+        "sys.exit(main())\n"
     )
     done = subprocess.run(
         [sys.executable, "hide.py", package, main, *words.split()],
