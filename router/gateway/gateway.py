@@ -159,7 +159,6 @@ class Gateway:
         if self.directory is not None:
             self._following += [
                 asyncio.create_task(self.directory.run()),
-                asyncio.create_task(self.quotas.run()),
             ]
 
     async def close(self) -> None:

@@ -180,7 +180,6 @@ class _Exchange:
             gateway.record.enter(self._noted)
             self._ticket = await gateway.quotas.enter(known)
             if self._ticket is not None:
-                self._ticket.answered = self._answered
                 self._ticket.headers[REQUEST_ID] = self._noted.name
                 self._own_headers = self._ticket.headers
             # The body may still name the client. Until it is read, an unknown client counts by its address.

@@ -56,7 +56,7 @@ async def used(c: Cluster) -> int:
 
     async def settled() -> bool:
         state = await c.state()
-        return not (state["gateway"]["in_flight"] or c.gateway.quotas._settling or c.gateway.quotas._open)
+        return not (state["gateway"]["in_flight"] or c.gateway.quotas._settling)
 
     await eventually(settled, "everything is charged")
     return charged(c)

@@ -114,3 +114,11 @@ def test_the_schema_says_what_the_reader_accepts(tmp_path: Path) -> None:
     assert not judge.is_valid({"tenants": {"a": {"weigth": 1}}})
     assert not judge.is_valid({"tenants": {"a": {"keys": ["x"]}}})
     assert not judge.is_valid({"tenants": {"a": {"limits": {"concurrency": 0}}}})
+
+
+def test_the_page_has_every_key_with_its_meaning() -> None:
+    page = " ".join(Path("docs/tenants-file.md").read_text(encoding="utf-8").split())
+    parts = [json_schema(), *json_schema()["$defs"].values()]
+    for name, about in ((name, one) for part in parts for name, one in part["properties"].items()):
+        assert f"| `{name}` | " in page
+        assert about.get("description", "") in page

@@ -28,7 +28,7 @@ from sglang_fair import cli
 from sglang_fair.core.job import Job
 
 ROOT = Path(__file__).parents[2]
-GENERATED = ("docs/results.md", "docs/settings.md", "docs/tenants-file.md")
+GENERATED = ("docs/results.md", "docs/settings.md")
 WRITTEN = sorted(
     str(path.relative_to(ROOT))
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]

@@ -1,19 +1,18 @@
 """Tenants' limits: requests and tokens in a minute, tokens in a day, requests at a time.
 
 Rule. Time is cut into minutes and days of UTC's clock, the same for all gateways. A request is counted when it comes.
-Its tokens are charged once, however many replicas try it: the prompt, cached or not, when it has been counted and
-before anybody computes it, and with it is held what the answer may have: `max_tokens`, or the tenant's longest answer;
-for one of no named length `UNNAMED_TOKENS`, or what is left of the limit if that is less, but at least 1. What has been
-answered is charged as it comes and takes from what is held; at the end the rest of that is given back. Where nobody
-knows how much was computed, because a client has left before an answer in one piece, all that was held stays charged.
-A request is refused, and nothing is charged for it, if it would exceed a limit. One that no replica has taken costs no
-tokens.
-Bound. What a window lets through exceeds its limit by no more than what answers have beyond that which was held for
-them, because a running answer is not cut off: nothing with `output_tokens`, nor for a named length within the limit.
-Leaks. At the turn of a window its limit begins anew, so two windows' worth may fall close together, and what is
-answered behind it was not held there. Requests at a time are of one process. While the store does not answer, each
-process counts by itself; what is given back goes to the counts that were charged, and is lost if those do not answer. A
-store that has lost its counts is given back all the same what requests under way held.
+Before it is computed it is charged, once, however many replicas try it, its prompt, cached or not, and what its answer
+may have: `max_tokens`, or the tenant's longest answer; for one of no named length `UNNAMED_TOKENS`, or what is left of
+the limit if that is less, but at least 1. A request is refused, and nothing is charged for it, if it would exceed a
+limit. At its end the difference to what it had is given back, or charged. Where it is not known how much was computed,
+because a client has left before an answer in one piece, the charge stays. What no replica has taken costs no tokens.
+Bound. What a window lets through exceeds its limit by no more than what answers have beyond that which was charged for
+them at first, because a running answer is not cut off: nothing with `output_tokens`, nor for a named length within the
+limit.
+Leaks. At the turn of a window its limit begins anew, so two windows' worth may fall close together, and what is left of
+a charge in a window that is over is not given back. Requests at a time are of one process. While the store does not
+answer, each process counts by itself; what is given back goes to the counts that were charged, and is lost if those do
+not answer. A store that has lost its counts is given back all the same what requests under way were charged.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -39,11 +38,9 @@ STORE_TIMEOUT_S = 0.5
 """A store that takes longer counts as not there."""
 RETRY_S = 2.0
 """For so long after that it is not asked."""
-COUNT_S = 1.0
-"""Between two looks at what has been answered."""
 BUSY_RETRY_S = 1
 UNNAMED_TOKENS = 1024
-"""Held for an answer whose length nobody has named."""
+"""Charged for an answer whose length nobody has named."""
 SWEEP_S = 60.0
 """Between two times that counts of windows long over are forgotten."""
 
@@ -128,7 +125,6 @@ class Quotas:
         self._clock_s = clock_s
         self._silent_until_s = 0.0
         self._at_once: Counter[str] = Counter()
-        self._open: set[Ticket] = set()
         self._settling: set[asyncio.Task[None]] = set()
         self.refused: Counter[str] = Counter()
         """Requests, by the limit that they would have exceeded."""
@@ -145,13 +141,6 @@ class Quotas:
             ticket.close(0)
             raise
         return ticket
-
-    async def run(self) -> None:
-        """Charges what has been answered, until it is cancelled."""
-        while True:
-            await asyncio.sleep(COUNT_S)
-            for ticket in list(self._open):
-                await ticket.count()
 
     async def close(self) -> None:
         """Waits until everything is charged, and leaves the store."""
@@ -191,24 +180,26 @@ class Quotas:
         """Until it ends; at least one second."""
         return max(1, ceil(window.seconds - self._clock_s() % window.seconds))
 
-    async def charge(self, tenant: str, window: _Window, number: int, amount: int) -> "_Charged":
-        """What the window has been charged in all, and where."""
-        key, expiry_s = _key(tenant, window, number), 2 * window.seconds
-        if self._remote is not None:
+    async def add(self, charge: "Charge", amount: int) -> int | None:
+        """What the window has been charged in all, with `amount` more. A charge stays where it was made; None: that
+        store does not answer, and nothing has changed."""
+        key = f"sglang-fair/{charge.window.name}/{charge.tenant}/{charge.number}"
+        expiry_s, used = 2 * charge.window.seconds, None
+        if self._remote is not None and charge.is_remote is not False:
             used = await self._ask(self._remote, key, expiry_s, amount)
-            if used is not None:
-                return _Charged(used, True)
-        return _Charged(self._local.incr(key, expiry_s, amount), False)
+            if used is None and charge.is_remote:
+                return None
+        charge.is_remote = used is not None
+        charge.amount += amount
+        return self._local.incr(key, expiry_s, amount) if used is None else used
 
-    async def give_back(
-        self, tenant: str, window: _Window, number: int, amount: int, is_remote: bool
-    ) -> int | None:
-        """Undoes a charge where it was made. What the window has been charged since; None: it could not be undone."""
-        key, expiry_s = _key(tenant, window, number), 2 * window.seconds
-        if not is_remote:
-            return self._local.incr(key, expiry_s, -amount)
-        assert self._remote is not None
-        return await self._ask(self._remote, key, expiry_s, -amount)
+    async def correct(self, charge: "Charge", due: int) -> None:
+        """The request is over and had `due`: what it had beyond its charge belongs to the present window."""
+        number, more = self.window(charge.window), due - charge.amount
+        if more > 0:
+            await self.add(Charge(charge.tenant, charge.window, number), more)
+        elif more and charge.number == number:
+            await self.add(charge, more)
 
     async def _ask(self, store: _Remote, key: str, expiry_s: int, amount: int) -> int | None:
         """None: it does not answer, or has not lately."""
@@ -232,7 +223,7 @@ class Quotas:
             (TOKENS_OF_DAY, limits.tokens_per_day),
         ):
             if limit is not None:
-                used = (await self.charge(tenant, window, self.window(window), 0)).used
+                used = await self.add(Charge(tenant, window, self.window(window)), 0) or 0
                 found.append((window.name, limit, max(0, limit - used), self.left_s(window)))
         if limits.concurrency is not None:
             left = max(0, limits.concurrency - self._at_once[tenant])
@@ -242,17 +233,9 @@ class Quotas:
                 found.append((name, most, None, None))
         return found
 
-    def opened(self, ticket: "Ticket") -> None:
-        """It is to be looked at now and then."""
-        self._open.add(ticket)
-
-    def forget(self, ticket: "Ticket") -> None:
-        """It is over."""
-        self._open.discard(ticket)
-
-    def closed(self, ticket: "Ticket") -> None:
-        """It has ended: what is left to do goes on in the background, whatever becomes of its request."""
-        task = asyncio.create_task(ticket.settle())
+    def settle(self, work: Coroutine[None, None, None]) -> None:
+        """Goes on in the background, whatever becomes of its request."""
+        task = asyncio.create_task(work)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
@@ -260,64 +243,44 @@ class Quotas:
 _NONE = Limits()
 
 
-class _Charged(NamedTuple):
-    used: int
-    is_remote: bool
-
-
-def _key(tenant: str, window: _Window, number: int) -> str:
-    return f"sglang-fair/{window.name}/{tenant}/{number}"
-
-
 @dataclass
-class _Account:
-    """What one request has been charged in one kind of window."""
+class Charge:
+    """What one request has been charged in one window."""
 
+    tenant: str
     window: _Window
-    limit: int
-    number: int = 0
-    """The window in which it was admitted."""
-    held: int = 0
-    used: int = 0
-    """What the window had been charged by then."""
-    is_remote: bool = False
-    """Where it was charged when it was admitted."""
+    number: int
+    amount: int = 0
+    is_remote: bool | None = None
+    """Where; None: not charged yet."""
 
 
-@dataclass(eq=False)
 class Ticket:
     """One request and what it is charged."""
 
-    quotas: Quotas
-    tenant: str
-    limits: Limits
-    headers: dict[str, str] = field(default_factory=dict)
-    """For its answer: `x-ratelimit-*`."""
-    answered: Callable[[], int] = lambda: 0
-    """How many tokens have been answered by now."""
-    _accounts: list[_Account] = field(default_factory=list)
-    _charged: int = 0
-    """Of what was answered."""
-    _is_in: bool = False
-    _is_closed: bool = False
-    _work: "asyncio.Task[None] | None" = None
-    _prompt_tokens: int = 0
-    _last: int | None = 0
-    _was_taken: bool = True
+    def __init__(self, quotas: Quotas, tenant: str, limits: Limits) -> None:
+        self.headers: dict[str, str] = {}
+        """For its answer: `x-ratelimit-*`."""
+        self._quotas, self._tenant, self._limits = quotas, tenant, limits
+        self._charges: list[Charge] = []
+        """Of tokens."""
+        self._prompt_tokens = 0
+        self._is_in = self._is_closed = False
+        self._work: asyncio.Task[object] | None = None
 
     async def enter(self) -> None:
         """Counts the request. Raises `ApiError` 429."""
-        self._is_in = self.quotas.take(self.tenant, self.limits.concurrency)
+        limits = self._limits
+        self._is_in = self._quotas.take(self._tenant, limits.concurrency)
         if not self._is_in:
-            raise self._refusal("concurrency", f"{self.limits.concurrency} requests at a time", BUSY_RETRY_S)
-        limit = self.limits.requests_per_minute
-        if limit is not None:
-            await self._shielded(self._take(_Account(REQUESTS, limit), 1))
+            raise self._refusal("concurrency", f"{limits.concurrency} requests at a time", BUSY_RETRY_S)
+        if limits.requests_per_minute is not None:
+            await self._shielded(self._take(REQUESTS, limits.requests_per_minute, 1, 1))
 
     async def admit(self, prompt_tokens: int, most_output_tokens: int, unnamed: int = 0) -> None:
-        """Charges the prompt, and holds what the answers may have, of which `unnamed` may be of any length. Raises
-        `ApiError` 400 or 429."""
-        longest = self.limits.prompt_tokens
+        """Charges the prompt and what the answers may have, of which `unnamed` may be of any length. Raises `ApiError`
+        400 or 429."""
+        longest = self._limits.prompt_tokens
         if longest is not None and prompt_tokens > longest:
             raise ApiError(
                 400, f"the prompt has {prompt_tokens} tokens; you may send {longest}", code="prompt_too_large"
@@ -326,134 +289,80 @@ class Ticket:
         await self._shielded(self._admit(most_output_tokens, unnamed))
 
     def close(self, output_tokens: int | None, *, was_taken: bool = True) -> None:
-        """The request has ended with an answer of so many tokens; None: nobody knows. Only the first call counts.
+        """The request has ended with an answer of so many tokens; None: it is not known. Only the first call counts.
 
         `was_taken`: a replica has had it.
         """
         if self._is_closed:
             return
-        self._is_closed, self._last, self._was_taken = True, output_tokens, was_taken
+        self._is_closed = True
         if self._is_in:
-            self.quotas.give(self.tenant)
+            self._quotas.give(self._tenant)
         if self._work is not None:  # else nothing was charged
-            self.quotas.closed(self)
-
-    async def count(self) -> None:
-        """Charges what has been answered since the last time."""
-        if not self._is_closed:
-            await self._charge(self.answered())
-
-    async def settle(self) -> None:
-        """The last charge, and what is still held is given back."""
-        assert self._work is not None
-        await asyncio.gather(self._work, return_exceptions=True)
-        self.quotas.forget(self)
-        await self._charge(self._last or 0)
-        if self._last is None and self._was_taken:
-            return
-        back = self._held()
-        for account in self._accounts:
-            amount = back[account.window] + (0 if self._was_taken else self._prompt_tokens)
-            if amount and account.number == self.quotas.window(account.window):
-                await self._give_back(account, amount)
-
-    def _held(self) -> dict[_Window, int]:
-        """What is still held, which is let go by that."""
-        found = {account.window: account.held for account in self._accounts}
-        for account in self._accounts:
-            account.held = 0
-        return found
+            self._quotas.settle(self._settle(output_tokens, was_taken))
 
     # -- inside
 
-    async def _shielded(self, work: Coroutine[None, None, None]) -> None:
-        """A client that leaves does not leave a charge behind that nobody knows of."""
+    async def _shielded(self, work: Coroutine[None, None, object]) -> None:
+        """A client that leaves does not leave a charge behind that is not known of."""
         self._work = asyncio.create_task(work)
         await asyncio.shield(self._work)
 
     async def _admit(self, most_output_tokens: int, unnamed: int) -> None:
         prompt_tokens = self._prompt_tokens
-        for window, limit in (
-            (TOKENS_OF_DAY, self.limits.tokens_per_day),
-            (TOKENS, self.limits.tokens_per_minute),
-        ):
-            if limit is None:
-                continue
-            if prompt_tokens > limit:
-                text = f"the prompt has {prompt_tokens} tokens; you have {limit} in {_period(window)}"
-                raise await self._undone(ApiError(400, text, code="prompt_too_large"))
-            account = _Account(window, limit, held=min(most_output_tokens + unnamed, limit - prompt_tokens))
-            try:
-                await self._take(account, prompt_tokens + account.held)
-            except ApiError as error:
-                raise await self._undone(error) from None
-            self._accounts.append(account)
-        for account in self._accounts:
-            await self._hold(account, unnamed * (UNNAMED_TOKENS - 1))
-        if self._accounts:
-            self.quotas.opened(self)
+        try:
+            for window, limit in (
+                (TOKENS_OF_DAY, self._limits.tokens_per_day),
+                (TOKENS, self._limits.tokens_per_minute),
+            ):
+                if limit is None:
+                    continue
+                if prompt_tokens > limit:
+                    text = f"the prompt has {prompt_tokens} tokens; you have {limit} in {_period(window)}"
+                    raise ApiError(400, text, code="prompt_too_large")
+                least = min(prompt_tokens + most_output_tokens + unnamed, limit)
+                self._charges.append(
+                    await self._take(window, limit, least, least + unnamed * (UNNAMED_TOKENS - 1))
+                )
+        except ApiError:
+            await self._correct(0)
+            raise
 
-    async def _undone(self, error: ApiError) -> ApiError:
-        """Gives back what other windows were charged."""
-        accounts, self._accounts = self._accounts, []
-        for account in accounts:
-            await self._give_back(account, self._prompt_tokens + account.held)
-        return error
+    async def _settle(self, output_tokens: int | None, was_taken: bool) -> None:
+        assert self._work is not None
+        await asyncio.gather(self._work, return_exceptions=True)
+        if output_tokens is not None or not was_taken:
+            await self._correct(self._prompt_tokens + (output_tokens or 0) if was_taken else 0)
 
-    async def _take(self, account: _Account, amount: int) -> None:
-        """Charges `amount`, or raises 429 and charges nothing."""
-        window, limit = account.window, account.limit
-        account.number = self.quotas.window(window)
-        used, account.is_remote = await self.quotas.charge(self.tenant, window, account.number, amount)
-        account.used, is_over = used, used > limit
-        if is_over:
-            given_back = await self._give_back(account, amount)
-            used = used - amount if given_back is None else given_back
+    async def _correct(self, due: int) -> None:
+        charges, self._charges = self._charges, []
+        for charge in charges:
+            await self._quotas.correct(charge, due)
+
+    async def _take(self, window: _Window, limit: int, least: int, wanted: int) -> Charge:
+        """Charges `wanted`, or what is left and at least `least`, or raises 429 and charges nothing."""
+        quotas, wanted = self._quotas, max(least, min(wanted, limit))
+        charge = Charge(self._tenant, window, quotas.window(window))
+        used = await quotas.add(charge, wanted) or 0
+        over = used - limit
+        if over > 0:
+            back = over if over <= wanted - least else wanted
+            rest = await quotas.add(charge, -back)
+            used = used - back if rest is None else rest
+        left = max(0, limit - used)
         self.headers |= {
             f"x-ratelimit-limit-{window.name}": str(limit),
-            f"x-ratelimit-remaining-{window.name}": str(max(0, limit - used)),
-            f"x-ratelimit-reset-{window.name}": f"{self.quotas.left_s(window)}s",
+            f"x-ratelimit-remaining-{window.name}": str(left),
+            f"x-ratelimit-reset-{window.name}": f"{quotas.left_s(window)}s",
         }
-        if is_over:
+        if over > wanted - least:
             unit = "requests" if window is REQUESTS else "tokens"
-            text = f"{limit} {unit} in {_period(window)}; this one needs {amount}, {max(0, limit - used)} are left"
-            raise self._refusal(window.name, text, self.quotas.left_s(window))
-
-    async def _hold(self, account: _Account, wanted: int) -> None:
-        """Holds `wanted` tokens more, or as many as were left."""
-        more = min(wanted, account.limit - account.used)
-        if more <= 0:
-            return
-        quotas, window, number = self.quotas, account.window, account.number
-        used, is_remote = await quotas.charge(self.tenant, window, number, more)
-        over = more if is_remote != account.is_remote else min(more, max(0, used - account.limit))
-        if over:  # others have taken it meanwhile
-            await quotas.give_back(self.tenant, window, number, over, is_remote)
-        account.held += more - over
-
-    async def _charge(self, output_tokens: int) -> None:
-        more = output_tokens - self._charged
-        if more <= 0:
-            return
-        self._charged = output_tokens
-        charges = []  # decided at once: two of these may be under way
-        for account in self._accounts:
-            number, taken = self.quotas.window(account.window), 0
-            if number == account.number:  # what was held stands in this window already
-                taken = min(account.held, more)
-                account.held -= taken
-            charges.append((account, number, more - taken))
-        for account, number, amount in charges:
-            if amount:
-                await self.quotas.charge(self.tenant, account.window, number, amount)
-
-    async def _give_back(self, account: _Account, amount: int) -> int | None:
-        return await self.quotas.give_back(
-            self.tenant, account.window, account.number, amount, account.is_remote
-        )
+            text = f"{limit} {unit} in {_period(window)}; this one needs {least}, {left} are left"
+            raise self._refusal(window.name, text, quotas.left_s(window))
+        return charge
 
     def _refusal(self, limit: str, text: str, retry_after_s: int) -> ApiError:
-        self.quotas.refused[limit] += 1
+        self._quotas.refused[limit] += 1
         return ApiError(
             429,
             f"you may have {text}",
