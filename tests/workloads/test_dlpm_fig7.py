@@ -3,7 +3,7 @@
 import pytest
 
 from workloads.clients import SCENARIOS, Scale
-from workloads.experiments.dlpm_fig7_setting import KINDS, imbalance
+from workloads.experiments.dlpm_setting import KINDS, imbalance
 from workloads.programs import PackedCodec
 from workloads.records import Manifest, RequestRecord, Run
 from workloads.statistics import statistics

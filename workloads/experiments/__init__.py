@@ -21,15 +21,9 @@ from workloads.experiments.beyond_routers import Routers
 from workloads.experiments.beyond_target import Target
 from workloads.experiments.contract import Experiment
 from workloads.experiments.cost_functions import CostFunctions
-from workloads.experiments.dlpm_fig1 import Figure1
+from workloads.experiments.dlpm_a10g import Figure1, Figure8, Figure9, Figure10, Figure11, Figure12
 from workloads.experiments.dlpm_fig4 import Figure4
-from workloads.experiments.dlpm_fig7 import Figure7
-from workloads.experiments.dlpm_fig7_load import Sensitivity
-from workloads.experiments.dlpm_fig8 import Figure8
-from workloads.experiments.dlpm_fig9 import Figure9
-from workloads.experiments.dlpm_fig10 import Figure10
-from workloads.experiments.dlpm_fig11 import Figure11
-from workloads.experiments.dlpm_fig12 import Figure12
+from workloads.experiments.dlpm_fig7 import Figure7, Sensitivity
 from workloads.experiments.dlpm_table2 import Table2
 from workloads.experiments.fairserve_abuse import Abuse
 from workloads.experiments.fairserve_delay import Delay

@@ -7,12 +7,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from workloads.clients import SCENARIOS, Client
-from workloads.experiments import beyond_production, dlpm_fig7_setting, style
+from workloads.experiments import beyond_production, style
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size, TrafficSpec
-from workloads.experiments.dlpm_fig7_setting import KINDS, MAX_RUNNING
-from workloads.experiments.dlpm_fig9 import trees
+from workloads.experiments.dlpm_a10g import trees
+from workloads.experiments.dlpm_setting import KINDS, MAX_RUNNING
 from workloads.experiments.program_senders import conversations, sender
 from workloads.experiments.senders import clients_of, traffic
 from workloads.programs import PackedCodec
@@ -99,7 +99,7 @@ class Contest(Simulated):
         if cell.traffic.name == TRACE:
             return _replayed(cell.traffic, seed)
         if cell.traffic.name in SCENARIOS:
-            return dlpm_fig7_setting.clients(cell, seed)
+            return dlpm.clients(cell.traffic, seed)
         return clients_of(cell.traffic, seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
@@ -156,8 +156,13 @@ def _cell(what: str, number: int, *, quick: bool) -> Cell:
     site = Site()
     if what in FIGURE_7:
         length_s = 10.0 if quick else LENGTHS_S[what][number]
-        rate = KINDS[SCENARIOS[what].app].rate_per_s(number)
-        return Cell(what, site, TrafficSpec(what, {"rate_per_s": rate}), dlpm_fig7_setting.plan(length_s))
+        rate = KINDS[SCENARIOS[what].app].client_rate_per_s(number)
+        return Cell(
+            what,
+            site,
+            TrafficSpec(what, {"rate_per_s": rate}),
+            dlpm.plan(length_s, drain_s=dlpm.DRAIN_S, drain_for="well-behaved"),
+        )
     if what == PRODUCTION:
         length_s = 20.0 if quick else LENGTHS_S[what][number]
         mix = beyond_production.traffic(number, length_s, 40 if quick else 50 * number)

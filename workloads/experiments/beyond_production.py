@@ -8,7 +8,8 @@ from workloads.clients import Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size, TrafficSpec
-from workloads.experiments.dlpm_fig7_setting import MAX_RUNNING, SCHEDULERS, observe
+from workloads.experiments.dlpm_setting import MAX_RUNNING, SCHEDULERS, observe
+from workloads.experiments.plots import Panel, drawing
 from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan
@@ -158,14 +159,18 @@ class Production(Simulated):
         }
 
     def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
-        panels: dict[dlpm.Panel, dict[str, list[float]]] = {
-            (unit, groups): {
-                scheduler.label: [results[name].number(path) for path in paths]
-                for name, scheduler in SCHEDULERS.items()
-            }
+        panels = [
+            Panel(
+                y=unit,
+                groups=groups,
+                bars={
+                    one.label: [results[name].number(path) for path in paths]
+                    for name, one in SCHEDULERS.items()
+                },
+            )
             for unit, groups, paths in (
                 ("TTFT of small clients, s", ("P50", "P99"), ("ttft_p50_s", "ttft_p99_s")),
                 ("tokens/s", ("throughput",), ("tokens_per_s",)),
             )
-        }
-        return {"latency": Drawing(lambda canvas: dlpm.draw_bars(canvas, panels), (8.0, 3.4))}
+        ]
+        return {"latency": drawing(panels)}

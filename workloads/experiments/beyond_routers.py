@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size, TrafficSpec
-from workloads.experiments.dlpm_fig7_setting import observe
+from workloads.experiments.dlpm_setting import observe
+from workloads.experiments.plots import Panel, drawing
 from workloads.experiments.program_senders import judge, sender
 from workloads.experiments.senders import traffic
 from workloads.records import Run
@@ -87,12 +88,16 @@ class Routers(dlpm.A10GExperiment):
         }
 
     def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
-        panels: dict[dlpm.Panel, dict[str, list[float]]] = {
-            (unit, tuple(TITLES.values())): {
-                label: [results[f"{ingress}.{name}"].number(path) for ingress in INGRESS]
-                for name, label in PLACEMENTS.items()
-                if f"one.{name}" in results
-            }
+        panels = [
+            Panel(
+                y=unit,
+                groups=tuple(TITLES.values()),
+                bars={
+                    label: [results[f"{ingress}.{name}"].number(path) for ingress in INGRESS]
+                    for name, label in PLACEMENTS.items()
+                    if f"one.{name}" in results
+                },
+            )
             for unit, path in (("service, heavy : light", "ratio"), ("tokens/s", "tokens_per_s"))
-        }
-        return {"ratio": Drawing(lambda canvas: dlpm.draw_bars(canvas, panels), (10.0, 3.4))}
+        ]
+        return {"ratio": drawing(panels)}

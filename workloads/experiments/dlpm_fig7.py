@@ -1,27 +1,16 @@
-"""DLPM, Figure 7: three kinds of programs, two kinds of misbehaviour, one to eight A100s, five schedulers."""
+"""DLPM, Figure 7: three kinds of programs, two kinds of misbehaviour, one to eight A100s, five schedulers. And what
+its ratios depend on: load, the run's length, limits of a replica, quanta."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from workloads.clients import SCENARIOS
-from workloads.experiments import dlpm_fig7_setting as setting
-from workloads.experiments import style
-from workloads.experiments.claims import Drawing, shown
-from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size
-from workloads.experiments.curves import Line
-from workloads.experiments.dlpm_fig7_setting import (
-    KINDS,
-    SCHEDULERS,
-    SHIPPED_STEPS,
-    is_cut,
-    latency,
-    shown_latency,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+from workloads.experiments import dlpm_setting as dlpm
+from workloads.experiments.claims import Claim, Drawing, Figure, Part, Table, claim, shown
+from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size, TrafficSpec
+from workloads.experiments.dlpm_setting import KINDS, SCHEDULERS, SHIPPED_STEPS, is_cut, latency
+from workloads.experiments.plots import Panel, drawing
 
 PANELS = (("qa-s1", "tot-s1", "judge-s1"), ("qa-s2", "tot-s2", "judge-s2"))
 """Scenarios as the panels lie: more requests above, longer prefixes below."""
@@ -46,70 +35,84 @@ AHEAD = 0.01
 SAME_INDEX = 0.005
 """Jain's indices that differ by less count as equal."""
 
+PAPER: Mapping[tuple[str, str], tuple[float, float | None]] = {
+    ("throughput", "vtc"): (2.87, None),
+    ("throughput", "rr"): (2.22, None),
+    ("latency", "vtc"): (7.96, 2.98),
+    ("latency", "rr"): (9.55, 4.06),
+    ("latency", "preble"): (7.18, 2.90),
+}
+"""D2LPM's gain: the largest, and the mean."""
 
-class Figure7(setting.ScenarioExperiment):
+Point = tuple[str, int]
+"""Scenario and number of replicas."""
+
+
+def cell(
+    name: str,
+    scenario: str,
+    scheduler: str,
+    replicas: int,
+    duration_s: float,
+    load: float = 1.0,
+    **more: Json,
+) -> Cell:
+    """A scenario under a scheduler. The well-behaved clients' programs are waited for. `more` are fields of the
+    site."""
+    kind = SCENARIOS[scenario].app
+    traffic = TrafficSpec(scenario, {"rate_per_s": KINDS[kind].client_rate_per_s(replicas, load)})
+    plan = dlpm.plan(duration_s, drain_s=dlpm.DRAIN_S, drain_for="well-behaved")
+    label = SCHEDULERS[scheduler].label
+    return Cell(name, dlpm.site(scheduler, kind, replicas, **more), traffic, plan, label=label)
+
+
+class Figure7(dlpm.ScenarioExperiment):
     id = "dlpm-fig7"
+    title = "Throughput, fairness and latency with one misbehaving client, from one to eight A100s"
+    source = "DLPM, Figure 7"
+    about = f"""Llama-3.1-8B; three well-behaved clients and a bad one, who sends more requests (S1) or longer
+        prefixes (S2), as in Tables 2 and 3; Gamma arrivals for {LENGTH_S:.0f} s, then up to {dlpm.DRAIN_S:.0f} s
+        more for what the well-behaved clients still wait for. Each client sends an equal share of what the cluster
+        completes of well-behaved programs (QA's bad client in S1 four times that), so rates grow with D, the
+        well-behaved clients alone ask for three quarters of the cluster, and what makes the bad one bad is overload.
+        Q^u is what four requests of a well-behaved client are charged by a replica, Q^w what sixteen of its programs
+        are charged by the router, where prompts count in full. A replica runs {dlpm.MAX_RUNNING} requests at most.
+        Rates, durations, clients, limits and quanta are not in the paper: these are one rule for all workloads.
+        cache_aware is sglang-router's algorithm over replicas with LPM; with one replica it is RR+LPM, as is Preble.
+        Three seeds, medians; on {NUMBERS[3]} GPUs one."""
 
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
         duration_s, numbers = (LENGTH_S, NUMBERS) if full else (15.0, NUMBERS[:2])
-
-        def cell(scenario: str, replicas: int, column: str, scheduler: str, **more: Json) -> Cell:
+        found = []
+        for replicas in numbers:
+            names = [name for name, chosen in SCHEDULERS.items() if chosen.single or replicas > 1]
+            runs: list[tuple[str, str, Mapping[str, Json]]] = [(name, name, {}) for name in names]
+            runs.append((STALL_BOUND, "d2lpm", SHIPPED_STEPS))
             seeds = SEEDS if full and replicas < max(numbers) else SEEDS[:1]
-            name = f"{scenario}-d{replicas}-{column}"
-            found = setting.cell(name, scenario, scheduler, replicas, duration_s, seeds=seeds, **more)
-            return replace(found, label=COLUMNS[column])
+            for scenario in (*PANELS[0], *PANELS[1]):
+                for column, scheduler, more in runs:
+                    name = f"{scenario}-d{replicas}-{column}"
+                    one = cell(name, scenario, scheduler, replicas, duration_s, **more)
+                    found.append(replace(one, label=COLUMNS[column], seeds=seeds))
+        return found
 
-        return [
-            one
-            for replicas in numbers
-            for row in PANELS
-            for scenario in row
-            for one in (
-                *(
-                    cell(scenario, replicas, name, name)
-                    for name, chosen in SCHEDULERS.items()
-                    if chosen.single or replicas > 1
-                ),
-                cell(scenario, replicas, STALL_BOUND, "d2lpm", **SHIPPED_STEPS),
-            )
-        ]
-
-    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
-        grid = Grid(results)
-        others = [name for name in SCHEDULERS if name != "d2lpm"]
-        return {
-            "throughput": {name: gain(grid.rates(name)) for name in others},
-            "latency": {name: gain(grid.latencies(name), 2 * grid.count(name)) for name in others},
-            "gains": [
-                {"what": what, "name": name, "beside": COLUMNS[name]} | _shown_gain(ratios)
-                for what, of in (("throughput", grid.rates), ("latency", grid.latencies))
-                for name in ("vtc", "rr", "preble", "cache-aware", STALL_BOUND)
-                if (ratios := of(name))
-            ],
-            "preble": _beside_preble(grid),
-            "order": {
-                f"{above}_{below}": _order(grid, above, below)
-                for above, below in (("vtc", "d2lpm"), ("d2lpm", "preble"), ("preble", "rr"))
-            },
-            "stall": _stall_bound(grid),
-            "points": {measure.name: _rows(grid, measure) for measure in MEASURES},
-            **_asides(grid),
-        }
-
-    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
-        grid = Grid(results)
-        return {
-            measure.name: Drawing(_draw_panels(grid, measure), (10.5, 5.6))
-            for measure in MEASURES
-            if measure.unit
-        }
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        grid = Grid(at)
+        yield from _throughput(grid)
+        yield from _fairness(grid)
+        yield from _latency(grid)
+        if grid.get(("tot-s2", 8), "rr"):
+            yield from _dealt_out_trees(grid)
+        yield _gains_table(grid)
+        for measure in MEASURES:
+            yield _table(grid, measure)
+            if measure.unit:
+                yield Figure(measure.name, measure.caption, _panels(grid, measure))
+        yield from _notes(grid)
 
 
 # ---- results by where they stand in the figure
-
-Point = tuple[str, int]
-"""Scenario and number of replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,27 @@ class Ratio:
     point: Point
     value: float
     at_least: bool = False
+
+
+class Gain:
+    """Ratios at several points."""
+
+    def __init__(self, ratios: Sequence[Ratio]) -> None:
+        self.points = len(ratios)
+        self.most = max(ratios, key=lambda one: one.value)
+        self.lowest = min(ratios, key=lambda one: one.value)
+        self.mean = fmean(one.value for one in ratios)
+        self.below = sum(one.value < 1 for one in ratios)
+
+    @property
+    def words(self) -> str:
+        bound = "more than " if self.most.at_least else ""
+        return f"""up to {bound}{self.most.value:.2f}× ({place(self.most.point)}), mean {self.mean:.2f}×, below one
+            at {self.below} of {self.points} points"""
+
+    @property
+    def span(self) -> str:
+        return f"{self.lowest.value:.2f} to {self.most.value:.2f} times"
 
 
 class Grid:
@@ -135,160 +159,184 @@ class Grid:
         """None where a scheduler has no point of its own."""
         return self._results.get(f"{point[0]}-d{point[1]}-{scheduler}")
 
-    def count(self, scheduler: str) -> int:
-        """At how many points the scheduler was run."""
-        return sum(self.get(point, scheduler) is not None for point in self.points)
-
-    def ratios(self, path: Callable[[str], str], over: str, under: str) -> list[Ratio]:
+    def ratios(self, path: Callable[[str], str], over: str, under: str) -> Iterator[Ratio]:
         """One scheduler's number over another's, wherever both have one. `path` gives a scenario's field. Where the
         lower number is a latency that was cut off there is no ratio."""
-        found = []
         for point in self.points:
             one, other, at = self.get(point, over), self.get(point, under), path(point[0])
             if one is None or other is None or (at.endswith("_s") and is_cut(other, at)):
                 continue
             more, less = one.median(at), other.median(at)
             if more is not None and less:
-                found.append(Ratio(point, more / less, at.endswith("_s") and is_cut(one, at)))
-        return found
-
-    def latencies(self, over: str, under: str = "d2lpm", percents: Iterable[int] = (50, 99)) -> list[Ratio]:
-        """Ratios of the percentiles of the well-behaved clients' latency."""
-        return [
-            one
-            for percent in percents
-            for one in self.ratios(lambda scenario, at=percent: latency(scenario, at), over, under)  # type: ignore[misc]
-        ]
+                yield Ratio(point, more / less, at.endswith("_s") and is_cut(one, at))
 
     def rates(self, under: str, over: str = "d2lpm") -> list[Ratio]:
         """Ratios of the service rate."""
-        return self.ratios(lambda _: "service_rate", over, under)
+        return list(self.ratios(lambda _: "service_rate", over, under))
+
+    def latencies(self, over: str, percents: Iterable[int] = (50, 99)) -> list[Ratio]:
+        """Ratios of the percentiles of the well-behaved clients' latency, over D2LPM's."""
+        return [
+            one
+            for percent in percents
+            for one in self.ratios(lambda scenario, at=percent: latency(scenario, at), over, "d2lpm")  # type: ignore[misc]
+        ]
+
+    def fields(
+        self, path: str, scheduler: str, scenarios: Sequence[str], numbers: Iterable[int]
+    ) -> list[float]:
+        """A field at some points, where it is known."""
+        found = (self.get((name, number), scheduler) for name in scenarios for number in numbers)
+        return [value for one in found if one is not None and (value := one.median(path)) is not None]
+
+    def judges_lower(self, name: str) -> float:
+        """By what part the P99 of judgements with longer prefixes is lower than D2LPM's, at most."""
+        return 1 - min(one.value for one in self.latencies(name, (99,)) if one.point[0] == "judge-s2")
 
 
 def place(point: Point) -> str:
     """A point in words."""
-    scenario, number = point
-    return f"{_workload(scenario)}, D = {number}"
+    return f"{_workload(point[0])}, D = {point[1]}"
 
 
 def _workload(scenario: str) -> str:
     return f"{scenario[-2:].upper()} {KINDS[SCENARIOS[scenario].app].title}"
 
 
-# ---- what the claims are about
+# ---- claims
 
 
-def gain(ratios: Sequence[Ratio], of: int | None = None) -> dict[str, Json]:
-    """The largest of some ratios and where it is, their mean and the least; `of` is how many there could be."""
-    most = max(ratios, key=lambda one: one.value, default=None)
-    return {
-        "points": len(ratios),
-        "of": len(ratios) if of is None else of,
-        "most": None if most is None else most.value,
-        "bound": "more than " if most is not None and most.at_least else "",
-        "where": None if most is None else place(most.point),
-        "mean": fmean(one.value for one in ratios) if ratios else None,
-        "least": min((one.value for one in ratios), default=None),
-        "below": sum(one.value < 1 for one in ratios),
-    }
-
-
-def _shown_gain(ratios: Sequence[Ratio]) -> dict[str, str]:
-    """For a table, with two digits behind the point."""
-    most = max(ratios, key=lambda one: one.value)
-    values = [one.value for one in ratios]
-    return {
-        "most": f"{'> ' if most.at_least else ''}{most.value:.2f}",
-        "where": place(most.point),
-        "mean": f"{fmean(values):.2f}",
-        "least": f"{min(values):.2f}",
-    }
-
-
-def _beside_preble(grid: Grid) -> dict[str, Json]:
+def _throughput(grid: Grid) -> Iterator[Claim]:
+    for name in ("vtc", "rr"):
+        gain, most = Gain(grid.rates(name)), PAPER["throughput", name][0]
+        yield claim(
+            f"D2LPM's throughput beside {COLUMNS[name]}'s",
+            paper=f"up to {most:.2f}×",
+            ours=gain.words,
+            holds=gain.most.value >= 0.75 * most and gain.mean > 1,
+            partly=gain.most.value >= 1.25 and gain.mean > 1,
+        )
     rates = grid.rates("preble")
     behind = [one for one in rates if one.value < 1 - AHEAD]
-    least = min(rates, key=lambda one: one.value, default=None)
-    return {
-        "points": len(rates),
-        "behind": len(behind),
-        "behind_unlike_paper": sum(one.point != ("qa-s2", 8) for one in behind),
-        "least": None if least is None else least.value,
-        "where": None if least is None else place(least.point),
+    least = Gain(rates).lowest
+    hits = {
+        name: grid.fields("hit_rate", name, ("qa-s1", "qa-s2"), grid.numbers[1:])
+        for name in ("d2lpm", "preble")
     }
+    more = max((1 - one) / (1 - other) - 1 for one, other in zip(hits["d2lpm"], hits["preble"], strict=True))
+    spans = {name: f"{min(found):.1%} to {max(found):.1%}" for name, found in hits.items()}
+    yield claim(
+        f"D2LPM's throughput is at least Preble's but for QA with longer documents on {NUMBERS[3]} GPUs",
+        paper="Preble ahead at 1 of 18 points",
+        ours=f"""Preble ahead by more than {AHEAD:.0%} at {len(behind)} of {len(rates)} points, D2LPM at least
+            {least.value:.2f}× ({place(least.point)})""",
+        holds=all(one.point == ("qa-s2", 8) for one in behind),
+        partly=least.value >= 0.9,
+        why=f"""Two things. The service rate counts prompts in full, and the bad client's are cheap where many of its
+            requests share them: D2LPM holds it back and so serves fewer of these (judge, S1). And moving a client
+            whose credit is spent loses a hit now and then: of QA's prompts {spans["d2lpm"]} are cached where Preble
+            has {spans["preble"]}, so up to {more:.0%} more must be computed. That is what the paper saw at one
+            point. Preble is at its best here: the replicas report what they hold, and it moves load, while in the
+            paper it sent everything to one GPU for minutes. Trees go to D2LPM.""",
+    )
 
 
-def _stall_bound(grid: Grid) -> dict[str, Json]:
-    """What the default bound on prefill steps changes: D2LPM with it over D2LPM without."""
-    return {
-        "bound_ms": SHIPPED_STEPS["stall_ms"],
-        "rate": gain(grid.rates("d2lpm", over=STALL_BOUND)),
-        "p50": gain(grid.latencies(STALL_BOUND, percents=(50,))),
-        "p99": gain(grid.latencies(STALL_BOUND, percents=(99,))),
-    }
-
-
-def _order(grid: Grid, above: str, below: str) -> dict[str, Json]:
-    """At how many points one scheduler's Jain's index is at least, or above, another's."""
-    pairs = [
-        (one.number("jain"), other.number("jain"))
-        for point in grid.points
-        if (one := grid.get(point, above)) is not None and (other := grid.get(point, below)) is not None
-    ]
-    means = [fmean(column) for column in zip(*pairs, strict=True)] or [0.0, 0.0]
-    return {
-        "points": len(pairs),
-        "at_least": sum(one >= other - SAME_INDEX for one, other in pairs),
-        "above": sum(one > other + SAME_INDEX for one, other in pairs),
-        "means": means,
-    }
-
-
-def _asides(grid: Grid) -> dict[str, Json]:
-    """Numbers that explain where a claim does not hold; None where the records of a size have none."""
-
-    def field(path: str, scheduler: str, *scenarios: str, numbers: Sequence[int] = NUMBERS) -> list[float]:
-        found = (grid.get((name, number), scheduler) for name in scenarios for number in numbers)
-        return [value for one in found if one is not None and (value := one.median(path)) is not None]
-
-    def one(path: str, scheduler: str, scenario: str, number: int) -> float | None:
-        return next(iter(field(path, scheduler, scenario, numbers=(number,))), None)
-
-    several = grid.numbers[1:]
-    hits = {name: field("hit_rate", name, "qa-s1", "qa-s2", numbers=several) for name in ("d2lpm", "preble")}
-    lower = {
-        name: min(
-            (ratio.value for ratio in grid.latencies(name, percents=(99,)) if ratio.point[0] == "judge-s2"),
-            default=None,
+def _fairness(grid: Grid) -> Iterator[Claim]:
+    def order(text: str, paper: str, above: str, below: str, margin: float, why: str) -> Claim:
+        pairs = [
+            (one["jain"], other["jain"])
+            for point in grid.points
+            if (one := grid.get(point, above)) is not None and (other := grid.get(point, below)) is not None
+        ]
+        means = [fmean(column) for column in zip(*pairs, strict=True)]
+        times = sum(one > other + margin for one, other in pairs)
+        return claim(
+            text,
+            paper=paper,
+            ours=f"at {times} of {len(pairs)} points; means {means[0]:.2f} and {means[1]:.2f}",
+            holds=times == len(pairs),
+            partly=2 * times > len(pairs) and means[0] >= means[1],
+            why=why,
         )
-        for name in ("preble", "cache-aware")
-    }
-    vtc_first = [
-        ratio.point[1]
-        for ratio in grid.latencies("vtc", percents=(99,))
-        if ratio.point[0] == "tot-s1" and ratio.value < 1
-    ]
-    return {
-        "qa_hits": {
-            name: {"least": min(found, default=None), "most": max(found, default=None)}
-            for name, found in hits.items()
-        },
-        "qa_computed_more": max(
-            ((1 - one) / (1 - other) - 1 for one, other in zip(hits["d2lpm"], hits["preble"], strict=True)),
-            default=None,
-        ),
-        "qa_dealt_out_hits": one("hit_rate", "rr", "qa-s1", max(grid.numbers, default=1)),
-        "vtc_judge_even": min(field("jain_actual", "vtc", "judge-s1", numbers=(1, 2, 4)), default=None),
-        "judge_s2_p99_lower": {name: None if least is None else 1 - least for name, least in lower.items()},
-        "vtc_first_at": ", ".join(f"D = {number}" for number in vtc_first) or "no number of GPUs",
-        "rr_trees": {
-            what: {f"d{number}": one(path, "rr", "tot-s2", number) for number in (1, 4, 8)}
-            for what, path in (("rate", "service_rate"), ("hits", "hit_rate"))
-        },
-    }
+
+    even = min(grid.fields("jain_actual", "vtc", ("judge-s1",), (1, 2, 4)))
+    yield order(
+        "VTC's Jain's index is at least D2LPM's",
+        "VTC >= D2LPM",
+        "vtc",
+        "d2lpm",
+        -SAME_INDEX,
+        f"""Not for judgements of S1 on few GPUs, where VTC finds far fewer of the prompts cached and so leaves the
+            well-behaved clients backlogged too. Then all receive equal work (the index of actual service is
+            {even:.2f} and more), which is more service with prompts in full for the bad client, whose prompts are
+            shared by 17 requests. Elsewhere it is below by less than seeds differ.""",
+    )
+    yield order(
+        "D2LPM's Jain's index is above Preble's",
+        "D2LPM > Preble",
+        "d2lpm",
+        "preble",
+        SAME_INDEX,
+        """Not in part of S2. Judgements overload nothing as long as prefixes are kept, so all clients have what they
+            ask for under both. With trees the ten times longer questions set the index: all clients' trees are
+            served, and each of the bad one's is more service.""",
+    )
+    yield order(
+        "Preble's Jain's index is slightly above RR+LPM's",
+        "Preble > RR+LPM",
+        "preble",
+        "rr",
+        SAME_INDEX,
+        """Preble's replicas run LPM here, as RR+LPM's do. Its queue of ten groups by hit rate, to which the paper
+            owes the difference, is not part of this comparison: it is placement alone that differs.""",
+    )
 
 
-# ---- tables and plots
+def _latency(grid: Grid) -> Iterator[Claim]:
+    for name in ("preble", "rr", "vtc"):
+        gain, (most, mean) = Gain(grid.latencies(name)), PAPER["latency", name]
+        assert mean is not None
+        of = 2 * sum(grid.get(point, name) is not None for point in grid.points)
+        why = f"""Preble is at its best here, as said of throughput. And a bad client with longer prefixes (S2)
+            overloads little while they are cached: judgements keep up under both, and there Preble's P99 is lower by
+            up to {grid.judges_lower("preble"):.0%}, since D2LPM moves clients and finds less cached."""
+        yield claim(
+            f"Latency (P50 and P99) of well-behaved clients under {COLUMNS[name]}, beside D2LPM's",
+            paper=f"up to {most:.2f}×, mean {mean:.2f}×",
+            ours=f"{gain.words}; {gain.points} of {of} are known",
+            holds=gain.most.value >= 0.75 * most and gain.mean >= max(1.0, 0.75 * mean),
+            partly=gain.most.value >= 1.25 and gain.mean > 1,
+            why=why if name == "preble" else "",
+        )
+
+
+def _dealt_out_trees(grid: Grid) -> Iterator[Claim]:
+    rate, hits = (
+        {number: grid.fields(path, "rr", ("tot-s2",), (number,))[0] for number in (1, 4, 8)}
+        for path in ("service_rate", "hit_rate")
+    )
+    ratio = rate[8] / rate[4]
+    yield claim(
+        "RR+LPM's throughput on trees with longer questions is lower on 8 GPUs than on 4",
+        paper="lower",
+        ours=f"{ratio:.2f}× that of 4",
+        holds=ratio < 1,
+        why=f"""The hit rate falls as in the paper, and each of 8 GPUs serves {rate[8] / 8 / rate[1]:.0%} of what one
+            serves alone; all together still serve more. Two things that the paper's engine may have had do not
+            change this: FCFS in place of LPM, to which SGLang turns when more than 128 requests wait, and a pool of
+            100,000 tokens. How its throughput was timed, with or without the last stragglers, is not stated.""",
+    )
+    yield claim(
+        "Its hit rate falls, since round robin keeps no tree in one place",
+        paper="from 95 % to 50 %",
+        ours=", ".join(f"{hits[number]:.0%} at D = {number}" for number in (1, 4, 8)),
+        holds=hits[8] < hits[4] and hits[8] <= 0.6,
+        partly=hits[8] < hits[4] and hits[8] <= 0.8,
+        why="The fall from 4 to 8 GPUs is smaller than the paper's.",
+    )
+
+
+# ---- tables, plots, notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,61 +344,226 @@ class GridMeasure:
     """One number of each run. `path` gives the field for a scenario."""
 
     name: str
+    title: str
     path: Callable[[str], str]
     unit: str = ""
     """Of the figure's axis; without one there is no figure."""
+    caption: str = ""
     top: float | None = None
-    """Where the axis ends, if that is known."""
 
 
+_OF = "latency of the well-behaved clients, s (of QA: TTFT; > where the run ended before)"
+_CAPTION = "of the well-behaved clients: a program's time, of QA the time to first token."
 MEASURES = (
-    GridMeasure("throughput", lambda _: "service_rate", "units/s"),
-    GridMeasure("actual", lambda _: "actual_rate"),
-    GridMeasure("jain", lambda _: "jain", "Jain's index", top=1.03),
-    GridMeasure("p50", lambda scenario: latency(scenario, 50), "P50, s"),
-    GridMeasure("p99", lambda scenario: latency(scenario, 99), "P99, s"),
-    GridMeasure("hit-rate", lambda _: "hit_rate", "hit rate"),
-    GridMeasure("difference", lambda _: "difference"),
-    GridMeasure("imbalance", lambda _: "imbalance"),
+    GridMeasure(
+        "throughput",
+        "Service rate, units/s",
+        lambda _: "service_rate",
+        "units/s",
+        "Service rate of all clients while programs arrive.",
+    ),
+    GridMeasure(
+        "actual",
+        "Actual service rate (extend tokens and outputs), units/s",
+        lambda _: "actual_rate",
+    ),
+    GridMeasure(
+        "jain",
+        "Jain's index of the clients' service rates",
+        lambda _: "jain",
+        "Jain's index",
+        "Jain's index, over the time that all clients are active.",
+        1.03,
+    ),
+    GridMeasure("p50", f"P50 {_OF}", lambda scenario: latency(scenario, 50), "P50, s", f"P50 {_CAPTION}"),
+    GridMeasure("p99", f"P99 {_OF}", lambda scenario: latency(scenario, 99), "P99, s", f"P99 {_CAPTION}"),
+    GridMeasure(
+        "hit-rate", "Hit rate", lambda _: "hit_rate", "hit rate", "Part of the prompts that was cached."
+    ),
+    GridMeasure(
+        "difference",
+        "Largest difference of actual service between clients while both are backlogged, units",
+        lambda _: "difference",
+    ),
+    GridMeasure(
+        "imbalance",
+        "Prompt tokens computed by the busiest replica over the average",
+        lambda _: "imbalance",
+    ),
 )
 
 
-def _rows(grid: Grid, measure: GridMeasure) -> list[dict[str, str]]:
-    return [
-        {"workload": _workload(point[0]), "gpus": f"{point[1]}"}
-        | {name.replace("-", "_"): _entry(grid.get(point, name), measure.path(point[0])) for name in COLUMNS}
-        for point in grid.points
-    ]
+def _gains_table(grid: Grid) -> Table:
+    rows = []
+    for what, of in (("throughput", grid.rates), ("latency", grid.latencies)):
+        for name in ("vtc", "rr", "preble", "cache-aware", STALL_BOUND):
+            gain = Gain(of(name))
+            most = f"{'> ' if gain.most.at_least else ''}{gain.most.value:.2f}"
+            ours = [most, place(gain.most.point), f"{gain.mean:.2f}", f"{gain.lowest.value:.2f}"]
+            rows.append([what, COLUMNS[name], *ours, *PAPER.get((what, name), (None, None))])
+    return Table(
+        "D2LPM's gain: its throughput over another's, another's latency over its own",
+        "of | beside | most | where | mean | least | most, paper | mean, paper",
+        rows,
+    )
 
 
-def _entry(result: Result | None, path: str) -> str:
-    if result is None:
-        return shown(None)
-    return shown_latency(result, path) if path.endswith("_s") else result.shown(path)
+def _table(grid: Grid, measure: GridMeasure) -> Table:
+    def entry(point: Point, name: str) -> str:
+        result = grid.get(point, name)
+        return shown(None) if result is None else dlpm.shown(result, measure.path(point[0]))
+
+    return Table(
+        measure.title,
+        f"workload | D | {' | '.join(COLUMNS.values())}",
+        [
+            [_workload(point[0]), f"{point[1]}", *(entry(point, name) for name in COLUMNS)]
+            for point in grid.points
+        ],
+    )
 
 
-def _draw_panels(grid: Grid, measure: GridMeasure) -> Callable[["Canvas"], None]:
+def _panels(grid: Grid, measure: GridMeasure) -> Drawing:
     """A panel for each workload, a line for each scheduler."""
 
-    def draw(canvas: "Canvas") -> None:
-        axes = canvas.subplots(len(PANELS), len(PANELS[0]), squeeze=False)
-        for row, names in zip(axes, PANELS, strict=True):
-            for panel, scenario in zip(row, names, strict=True):
-                lines: dict[str, Line] = {}
-                for scheduler, label in COLUMNS.items():
-                    there = [
-                        (number, result.median(measure.path(scenario)))
-                        for number in grid.numbers
-                        if (result := grid.get((scenario, number), scheduler)) is not None
-                    ]
-                    lines[label] = [at for at, _ in there], [value for _, value in there]
-                panel.set_xscale("log", base=2)
-                style.scheduler_lines(panel, lines, marker="o", markersize=4)
-                panel.set_xticks(grid.numbers, [f"{number}" for number in grid.numbers])
-                panel.minorticks_off()
-                style.label(panel, "D, GPUs", measure.unit, _workload(scenario), legend=False)
-                panel.set_ylim(top=measure.top)
-        lines_and_names = axes[0][0].get_legend_handles_labels()
-        canvas.legend(*lines_and_names, loc="outside lower center", ncols=len(COLUMNS), fontsize=8)
+    def panel(scenario: str) -> Panel:
+        lines = {}
+        for scheduler, label in COLUMNS.items():
+            found = [
+                (number, result.median(measure.path(scenario)))
+                for number in grid.numbers
+                if (result := grid.get((scenario, number), scheduler)) is not None
+            ]
+            lines[label] = [number for number, _ in found], [value for _, value in found]
+        title = _workload(scenario)
+        return Panel(
+            y=measure.unit, x="D, GPUs", title=title, lines=lines, swept=True, log="x", top=measure.top
+        )
 
-    return draw
+    return drawing(*([panel(scenario) for scenario in row] for row in PANELS), scale="none")
+
+
+def _notes(grid: Grid) -> Iterator[str]:
+    rate = Gain(grid.rates("d2lpm", over=STALL_BOUND))
+    p50, p99 = (Gain(grid.latencies(STALL_BOUND, (percent,))) for percent in (50, 99))
+    yield f"""Replicas have a bound on prefill steps by default ({SHIPPED_STEPS["stall_ms"]:.0f} ms, and the target
+        that goes with it), which the paper does not have: "D2LPM, stall bound" is D2LPM with it, all else is
+        without. It serves {rate.span} as much, {rate.mean:.2f} in the mean; the well-behaved clients' P50 is
+        {p50.span} that without it, {p50.mean:.2f} in the mean ({p50.points} points where both are known), and their
+        P99 {p99.span}, {p99.mean:.2f} in the mean."""
+    yield """A ratio of latencies under overload is no constant: it grows with the time that the overload lasts,
+        since requests behind the bad client's backlog wait ever longer. `dlpm-fig7-load` has the ratios for shorter
+        and longer runs. From below, a tree's latency is bounded by its four answers in a row in a full batch, so
+        trees have smaller ratios than QA's first tokens."""
+    hits = grid.fields("hit_rate", "rr", ("qa-s1",), (max(grid.numbers),))[0]
+    yield f"""QA's ratios beside RR+LPM and VTC are larger than the paper's largest. All eight questions about a
+        document come at once here, so round robin computes the document on every GPU: of QA's prompts in S1
+        {hits:.0%} are cached with most GPUs. The paper does not say how its questions arrive."""
+    first = [
+        f"D = {one.point[1]}"
+        for one in grid.latencies("vtc", (99,))
+        if one.point[0] == "tot-s1" and one.value < 1
+    ]
+    yield f"""For trees of S1, VTC's P99 is lower than D2LPM's at {", ".join(first) or "no number of GPUs"}. It
+        spreads a client over all GPUs, while D2LPM keeps a tree where its prefix is, for as long as the client has
+        credit there, behind the client's other requests. With a sixteenth of Q^w this is gone, and a part of the
+        hits with it: see `dlpm-fig7-load`. Where nothing is overloaded (judge, S2) Preble's and cache_aware's P99 is
+        lower by up to {grid.judges_lower("preble"):.0%} and {grid.judges_lower("cache-aware"):.0%}, for they keep
+        more prefixes."""
+    yield "cache_aware places about as well as Preble: as much is cached, and nobody is protected."
+
+
+# ---- what the ratios depend on
+
+SCENARIO, REPLICAS = "tot-s1", 2
+COMPARED = ("d2lpm", "rr", "vtc")
+_TOT = KINDS["tot"]
+VARIANTS: Mapping[str, tuple[str, float, float, Mapping[str, Json]]] = {
+    "base": ("as in Figure 7", 1.0, 240.0, {}),
+    "load-0.8": ("rates at 80 % of an equal share", 0.8, 240.0, {}),
+    "load-1.2": ("rates at 120 % of an equal share", 1.2, 240.0, {}),
+    "short": ("arrivals for 2 minutes", 1.0, 120.0, {}),
+    "long": ("arrivals for 8 minutes", 1.0, 480.0, {}),
+    "running": ("at most 2,048 requests run, SGLang's default", 1.0, 240.0, {"max_running": 2048}),
+    "pool": ("a KV pool of 100,000 tokens", 1.0, 240.0, {"kv_tokens": 100_000}),
+    "small-qu": ("Q^u an eighth", 1.0, 240.0, {"quantum": _TOT.quantum / 8}),
+    "large-qu": ("Q^u eight times", 1.0, 240.0, {"quantum": _TOT.quantum * 8}),
+    "small-qw": ("Q^w a sixteenth", 1.0, 240.0, {"worker_quantum": _TOT.worker_quantum / 16}),
+}
+"""The setting with one thing changed: what, the load, seconds of arrivals, and fields of the site. A quantum makes a
+difference to D2LPM alone."""
+
+
+class Sensitivity(dlpm.ScenarioExperiment):
+    id = "dlpm-fig7-load"
+    title = "What Figure 7's ratios depend on"
+    source = "this project, around DLPM's Figure 7"
+    about = """S1 of tree of thoughts on two A100s with one thing changed at a time, run until the last program of a
+        well-behaved client has ended; and the overload by well-behaved clients on one replica that gives the
+        capacity from which all rates follow."""
+
+    def cells(self, size: Size) -> Sequence[Cell]:
+        full = size == "full"
+        found = []
+        for name, kind in KINDS.items():
+            rate = kind.client_rate_per_s(1, 2.0)
+            flood = TrafficSpec(f"{name}-s1", {"rate_per_s": rate, "with_bad": False})
+            plan = dlpm.plan(240.0 if full else 15.0, drain_for="well-behaved")
+            found.append(Cell(f"flood-{name}", dlpm.site("d2lpm", name, 1), flood, plan))
+        for name, (_, load, length_s, more) in VARIANTS.items():
+            if not full and name not in ("base", "load-1.2", "small-qu"):
+                continue
+            for scheduler in COMPARED[: 1 if "-q" in name else None]:
+                one = cell(
+                    f"{name}-{scheduler}",
+                    SCENARIO,
+                    scheduler,
+                    REPLICAS,
+                    length_s if full else 15.0,
+                    load,
+                    **more,
+                )
+                found.append(replace(one, plan=replace(one.plan, drain_s=None)))
+        return found
+
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        def over(more: Result, less: Result, path: str) -> str:
+            return f"{more[path] / less[path]:.2f}"
+
+        rows, jain, p50, rate = [], {}, {}, {}
+        for name in (name for name in VARIANTS if f"{name}-d2lpm" in at):
+            ours, base = at[f"{name}-d2lpm"], "base" if "-q" in name else name
+            others = [at[f"{base}-{other}"] for other in ("vtc", "rr")]
+            rates = [over(ours, other, "service_rate") for other in others]
+            latencies = [over(other, ours, path) for path in ("p50_s", "p99_s") for other in others]
+            indices = [one.shown("jain") for one in (ours, *others)]
+            rows.append([VARIANTS[name][0], *rates, *latencies, *indices, ours.shown("p50_s")])
+            jain[name], p50[name], rate[name] = indices[0], latencies[1], rates[1]
+        yield Table(
+            f"S1 tree of thoughts, D = {REPLICAS}: D2LPM's gains and Jain's indices",
+            """setting | throughput, to VTC | throughput, to RR+LPM | P50, to VTC | P50, to RR+LPM | P99, to VTC |
+                P99, to RR+LPM | Jain, D2LPM | Jain, VTC | Jain, RR+LPM | P50 of D2LPM, s""",
+            rows,
+        )
+        capacity = {name: at[f"flood-{name}"]["actual_rate"] for name in KINDS}
+        yield Table(
+            "Capacity of one A100 for well-behaved programs under DLPM",
+            "kind | actual service, units/s | programs/s | as rates take it | a client's rate with one replica",
+            [
+                [kind.title, capacity[name], capacity[name] / kind.charged, kind.capacity_per_s,
+                 shown(kind.client_rate_per_s(1))]
+                for name, kind in KINDS.items()
+            ],
+        )  # fmt: skip
+        if {"short", "long", "running"} <= jain.keys():
+
+            def three(found: Mapping[str, str]) -> str:
+                return f"{found['short']}, {found['base']} and {found['long']}"
+
+            yield f"""A ratio of latencies under overload is no constant: requests behind the bad client's backlog
+                wait longer, the longer the backlog has grown. So a largest ratio says as much about how long the
+                overload lasted as about a scheduler. After 120, 240 and 480 s of arrivals RR+LPM's P50 is
+                {three(p50)} times D2LPM's, D2LPM's throughput {three(rate)} times RR+LPM's, and its Jain's index
+                {three(jain)}."""
+            yield f"""No order of admission can hold back what is admitted at once: with at most 2,048 running
+                requests in place of 256 D2LPM's Jain's index is {jain["running"]} in place of {jain["base"]}."""

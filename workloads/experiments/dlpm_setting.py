@@ -1,100 +1,268 @@
-"""What the experiments beside DLPM's Figure 7 share: its second testbed, curves over time, and plots.
+"""What DLPM's experiments share: two testbeds, schedulers, rates, quanta, what is kept of a run, and plots.
 
-The second testbed is Llama-3.2-3B on A10G, whose pool holds 129,000 tokens beside the model. At most 256 requests
-run at a time and prompts are cut into chunks of 2,048 tokens, as SGLang does by itself on GPUs of 24 GB. Rates are
-given in parts of `capacity_per_s`, what one such GPU completes of a burst, start and tail included; the
-well-behaved clients alone ask for less than that. Quanta follow a rule of their own, not Figure 7's: Q^u is what one
+The paper does not report rates, durations, clients, pool or quanta. For Figure 7, Llama-3.1-8B on A100s, one rule for
+all workloads sets each of them:
+
+    rate      each client sends an equal share of what the cluster completes, counted in well-behaved programs;
+              so the well-behaved clients alone ask for 3/4 of it, and what makes the bad one's programs larger
+              is overload
+    Q^u       what four requests of a well-behaved client are charged by a replica: extend tokens + 2 · output
+    Q^w       what sixteen of its programs are charged by the router: all prompt tokens + 2 · output
+    running   at most 256 requests a replica, the largest decode batch for which CUDA graphs are usually captured
+
+The second testbed is Llama-3.2-3B on A10G, whose pool holds 129,000 tokens beside the model; prompts are cut into
+chunks of 2,048 tokens, as SGLang does by itself on GPUs of 24 GB. Rates are given in parts of what one such GPU
+completes of a burst, start and tail included; the well-behaved clients alone ask for less than that. Q^u is what one
 program is charged, Q^w four times what it is charged in full.
+
+Clients have as many connections as they like, so requests wait at the replicas, where the policy orders them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from workloads.experiments import style
+from sglang_fair.settings.table import Cluster
+from workloads.clients import SCENARIOS, Client, Scale
 from workloads.experiments.claims import Drawing
-from workloads.experiments.contract import Cell, Json, Result
-from workloads.experiments.dlpm_fig7_setting import KINDS, SCHEDULERS, observe
+from workloads.experiments.contract import Cell, Json, Result, Simulated, TrafficSpec
+from workloads.experiments.plots import Panel, drawing
 from workloads.experiments.senders import FromSenders
 from workloads.experiments.store import rounded
+from workloads.measures import ClientSummary, summarize
+from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site
+from workloads.table import Percentile
 from workloads.windows import Windows, regular_times
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
+MAX_RUNNING = 256
+DRAIN_S = 240.0
+"""After the last arrival of Figure 7, the well-behaved clients' programs are waited for at most so long."""
+CLIENTS = Scale().good_clients + 1
 
-A10G: Mapping[str, Json] = {
-    "gpu": "a10g",
-    "model": "llama-3.2-3b",
-    "max_running": 256,
-    "chunked_prefill_tokens": 2048,
+SHIPPED_STEPS: Mapping[str, Json] = {
+    "stall_ms": Cluster.stall_ms,
+    "target_tpot_ms": Cluster.target_tpot_ms,
 }
-
-POLICIES = {"dlpm": "DLPM", "lpm": "LPM", "vtc": "VTC"}
-"""With one replica, by their labels."""
-
-
-class A10GExperiment(FromSenders):
-    """An experiment on the second testbed, whose records have what Figure 7 measures."""
-
-    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        return observe(run)
+"""Fields of a site whose replicas share steps as `sglang-fair cluster` has it, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
-class A10GProgramKind:
-    """A kind of program on one A10G. Charges are as in `dlpm_fig7_setting.ProgramKind`."""
+class ProgramKind:
+    """A kind of program, as a well-behaved client sends it."""
 
+    title: str
+    requests: int
+    """Of a program."""
     capacity_per_s: float
-    """Programs a second."""
+    """Programs a second that one replica serves when these are all there is; `dlpm-fig7-load` measures it."""
     charged: float
+    """Service units of one program when each prefix is computed once."""
     charged_in_full: float
+    """The same with all prompt tokens counted."""
+
+    @property
+    def quantum(self) -> float:
+        """Q^u of Figure 7, units."""
+        return float(f"{4 * self.charged / self.requests:.3g}")
+
+    @property
+    def worker_quantum(self) -> float:
+        """Q^w of Figure 7, units."""
+        return 16 * self.charged_in_full
 
     @property
     def quanta(self) -> dict[str, float]:
-        """Q^u and Q^w, units."""
+        """Q^u and Q^w of the second testbed, units."""
         return {"quantum": self.charged, "worker_quantum": 4 * self.charged_in_full}
+
+    def client_rate_per_s(self, replicas: int, load: float = 1.0) -> float:
+        """Programs a second of one client: `load` equal shares of what the cluster completes."""
+        return float(f"{load * self.capacity_per_s * replicas / CLIENTS:.4g}")
 
     def rate_per_s(self, parts: float) -> float:
         """Programs a second that ask for `parts` times what one GPU completes."""
         return float(f"{parts * self.capacity_per_s:.4g}")
 
 
-TOT2 = A10GProgramKind(0.24, KINDS["tot"].charged, KINDS["tot"].charged_in_full)
-TOT3 = A10GProgramKind(0.062, 64_600.0, 219_000.0)
-JUDGE = A10GProgramKind(0.9, KINDS["judge"].charged, KINDS["judge"].charged_in_full)
-CHAT = A10GProgramKind(13.0, 440.0, 510.0)
-"""Conversations, of which 64 run at a time."""
+KINDS: Mapping[str, ProgramKind] = {
+    "qa": ProgramKind("long-document QA", 8, 0.45, 21_500.0, 172_000.0),
+    "tot": ProgramKind("tree of thoughts", 30, 0.63, 16_600.0, 52_400.0),
+    "judge": ProgramKind("LLM as a judge", 3, 2.1, 4_840.0, 10_300.0),
+}
+"""On an A100, by a scenario's app."""
+
+TOT2 = ProgramKind("trees of two branches", 30, 0.24, 16_600.0, 52_400.0)
+TOT3 = ProgramKind("trees of three branches", 120, 0.062, 64_600.0, 219_000.0)
+JUDGE = ProgramKind("judgements", 3, 0.9, 4_840.0, 10_300.0)
+CHAT = ProgramKind("conversations, of which 64 run at a time", 1, 13.0, 440.0, 510.0)
+"""On an A10G."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedScheduler:
+    """A pair of placement and policy: how requests are handed out, and how a replica orders them."""
+
+    label: str
+    placement: str
+    policy: str
+    single: bool = True
+    """Whether it differs from the others with one replica."""
+
+
+SCHEDULERS: Mapping[str, ComparedScheduler] = {
+    "d2lpm": ComparedScheduler("D2LPM", "d2lpm", "dlpm"),
+    "rr": ComparedScheduler("RR+LPM", "round_robin", "lpm"),
+    "preble": ComparedScheduler("Preble", "preble", "lpm", single=False),
+    "vtc": ComparedScheduler("VTC", "client_round_robin", "vtc"),
+    "cache-aware": ComparedScheduler("cache_aware", "cache_aware", "lpm", single=False),
+}
+"""By the last part of a cell's name. With one replica Preble and cache_aware are RR+LPM."""
+
+POLICIES = {"dlpm": "DLPM", "lpm": "LPM", "vtc": "VTC"}
+"""With one replica, by their labels."""
+
+A10G: Mapping[str, Json] = {
+    "gpu": "a10g",
+    "model": "llama-3.2-3b",
+    "max_running": MAX_RUNNING,
+    "chunked_prefill_tokens": 2048,
+}
+
+
+def site(scheduler: str, kind: str, replicas: int, **more: Json) -> Site:
+    """A cluster of A100s under one of `SCHEDULERS`, prompts first as in the paper. `more` are fields of the site."""
+    sizes = KINDS[kind]
+    quanta = {"quantum": sizes.quantum, "worker_quantum": sizes.worker_quantum}
+    return _site(scheduler, replicas, {"max_running": MAX_RUNNING, **quanta, **more})
 
 
 def a10g(scheduler: str, replicas: int = 1, **more: Json) -> Site:
-    """A10Gs under one of Figure 7's schedulers, prompts first as in the paper. `more` are fields of the site."""
+    """The same of A10Gs."""
+    return _site(scheduler, replicas, {**A10G, **more})
+
+
+def _site(scheduler: str, replicas: int, fields: Mapping[str, Json]) -> Site:
     chosen = SCHEDULERS[scheduler]
-    given = {**A10G, "placement": chosen.placement, "policy": chosen.policy, "stall_ms": 0.0, **more}
+    given = {"placement": chosen.placement, "policy": chosen.policy, "stall_ms": 0.0, **fields}
     return Site(replicas=replicas, **given)
 
 
-def plan(duration_s: float, programs: int | None = None, *, drain_s: float | None = 0.0) -> Plan:
+def plan(
+    duration_s: float, programs: int | None = None, *, drain_s: float | None = 0.0, drain_for: Json = "all"
+) -> Plan:
     """Programs arrive for `duration_s`, at most `programs` of each client. The run ends `drain_s` later, or with the
     last program."""
     return Plan(
         duration_s,
         programs_per_client=programs,
         drain_s=drain_s,
+        drain_for=drain_for,
         connections_per_client=1_000_000,
         sample_s=2.0,
         token_step_s=2.0,
     )
 
 
+class ScenarioExperiment(Simulated):
+    """On A100s: the traffic is a scenario at a rate."""
+
+    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
+        return clients(cell.traffic, seed)
+
+    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
+        return observe(run)
+
+
+def clients(spec: TrafficSpec, seed: str) -> Sequence[Client]:
+    """Three well-behaved clients and a bad one: Gamma arrivals with the variation of a Poisson process."""
+    rate, with_bad = spec.arguments["rate_per_s"], spec.arguments.get("with_bad", True)
+    return SCENARIOS[spec.name].clients(
+        scale=Scale(), rate_per_s=rate, codec=PackedCodec(), seed=seed, with_bad=with_bad
+    )
+
+
+class A10GExperiment(FromSenders):
+    """On the second testbed."""
+
+    def plan(self, length_s: float) -> Plan:
+        return plan(length_s)
+
+    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
+        return observe(run)
+
+
 # ---- what is kept of a run
 
 
+def observe(run: Run) -> dict[str, Json]:
+    """What Figure 7 measures, and the hit rate, the service difference and how evenly replicas were used."""
+    found = summarize(run)
+    good = [client for client in found.clients.values() if client.well_behaved]
+    return {
+        "service_rate": found.service_rate,
+        "actual_rate": found.actual_rate,
+        "tokens_per_s": found.throughput_tokens_per_s,
+        "jain": found.jain,
+        "jain_actual": found.jain_actual,
+        "p50_s": found.well_behaved_p50_s,
+        "p99_s": found.well_behaved_p99_s,
+        "p50_cut": found.p50_at_least,
+        "p99_cut": found.p99_at_least,
+        "ttft_p50_s": found.ttft_p50_s,
+        "ttft_p99_s": found.ttft_p99_s,
+        "ttft_p50_cut": _cut(client.ttft_p50 for client in good),
+        "ttft_p99_cut": _cut(client.ttft_p99 for client in good),
+        "hit_rate": found.hit_rate,
+        "difference": found.service_difference,
+        "backlog_s": found.backlog_s,
+        "bound": found.bound,
+        "imbalance": imbalance(run),
+        "clients": {name: _client(client) for name, client in found.clients.items()},
+    }
+
+
+def imbalance(run: Run) -> float | None:
+    """Prompt tokens computed by the busiest replica over the mean of all replicas; None where no request says."""
+    computed = dict.fromkeys(range(run.manifest.workers or 0), 0)
+    for record in run.requests:
+        if record.worker is not None and record.extend_tokens is not None:
+            computed[int(record.worker.removeprefix("r"))] += record.extend_tokens
+    total = sum(computed.values())
+    return max(computed.values()) * len(computed) / total if total else None
+
+
+def _cut(percentiles: Iterable[Percentile | None]) -> bool:
+    return any(one.at_least for one in percentiles if one is not None)
+
+
+def _client(client: ClientSummary) -> dict[str, Json]:
+    kept = ("programs", "finished", "service_rate", "actual_rate", "hit_rate")
+    return {name: getattr(client, name) for name in kept}
+
+
+def latency(scenario: str, percent: int) -> str:
+    """The field with the latency that Figure 7 shows: of a program, for QA of a request's first token."""
+    return f"{'ttft_' if SCENARIOS[scenario].app == 'qa' else ''}p{percent}_s"
+
+
+def is_cut(result: Result, path: str) -> bool:
+    """Whether the latency at `path` is a lower bound, because the run ended first."""
+    return any(run.get(path.removesuffix("_s") + "_cut") for run in result.runs)
+
+
+def shown(result: Result, path: str) -> str:
+    """For a table; a latency that is a lower bound is marked with ">"."""
+    return ("> " if path.endswith("_s") and is_cut(result, path) else "") + result.shown(path)
+
+
+PLOTTED = 4
+"""Significant digits of a curve."""
+
+
 def observe_curves(run: Run, *, window_s: float = 60.0, step_s: float = 10.0) -> dict[str, Json]:
-    """What Figure 7 measures, the time at which the run ended, and each client's curves over the whole run."""
+    """The same, the time at which the run ended, and each client's curves over the whole run."""
     assert run.end is not None, "a run that has ended"
     client_side, actual = (Windows(run, side=side, window_s=window_s) for side in ("client", "actual"))
     times = regular_times(run.end.t_s, step_s=step_s, window_s=window_s)
@@ -111,55 +279,20 @@ def observe_curves(run: Run, *, window_s: float = 60.0, step_s: float = 10.0) ->
     }
 
 
-PLOTTED = 4
-"""Significant digits of a curve."""
-
-
-# ---- plots
-
-PANELS: Mapping[str, str] = {
+OVER_TIME: Mapping[str, str] = {
     "response_s": "response time, s",
     "actual": "actual service, units/s",
     "service": "service, units/s",
 }
-"""Rows of the papers' figures over time."""
 
 
-def over_time(
-    results: Mapping[str, Result], inches: tuple[float, float], rows: Sequence[str] = tuple(PANELS)
-) -> Drawing:
-    """A column for each named result, a row for each kind of curve."""
+def over_time(results: Iterable[Result], rows: Sequence[str] = tuple(OVER_TIME)) -> Drawing:
+    """A column for each result, a row for each kind of curve."""
 
-    def draw(canvas: "Canvas") -> None:
-        grid = canvas.subplots(len(rows), len(results), squeeze=False, sharey="row")
-        for row, what in enumerate(rows):
-            for axes, result in zip(grid[row], results.values(), strict=True):
-                clients = result.first["curves"][what]
-                style.client_lines(axes, {name: result.curve(what, name) for name in clients})
-            for place, (axes, title) in enumerate(zip(grid[row], results, strict=True)):
-                style.label(
-                    axes,
-                    "time, s" if row == len(rows) - 1 else "",
-                    PANELS[what] if place == 0 else "",
-                    title if row == 0 else "",
-                    legend=row == 0 and place == 0,
-                )
+    def panel(result: Result, what: str) -> Panel:
+        names = result.first["curves"][what]
+        title = result.cell.title if what == rows[0] else ""
+        return Panel(y=OVER_TIME[what], title=title, lines={name: result.curve(what, name) for name in names})
 
-    return Drawing(draw, inches)
-
-
-Panel = tuple[str, Sequence[str]]
-"""The unit of a panel of bars, and its groups."""
-
-
-def draw_bars(canvas: "Canvas", panels: Mapping[Panel, Mapping[str, Sequence[float]]]) -> None:
-    """Panels of bars side by side, with one legend."""
-    for axes, ((unit, groups), values) in zip(style.panels(canvas, len(panels)), panels.items(), strict=True):
-        style.bars(axes, groups, values, unit=unit, legend=False)
-    canvas.axes[0].legend(fontsize=8, loc="lower left", framealpha=0.9)
-
-
-def points(axes: "Axes", places: Mapping[str, tuple[float, float]]) -> None:
-    """A point for each scheduler, in its colour."""
-    for label, (x, y) in places.items():
-        axes.plot([x], [y], "D", color=style.scheduler_colour(label), label=label, markersize=7)
+    found = list(results)
+    return drawing(*([panel(one, what) for one in found] for what in rows))

@@ -1,11 +1,12 @@
 """DLPM, Table 2: lengths and common prefixes of the workloads' programs, without any engine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from workloads.arrivals import GammaArrivals
 from workloads.clients import SCENARIOS, Client, Scale, chat_client
-from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
+from workloads.experiments.claims import Entry, Part, Table
+from workloads.experiments.contract import Cell, Experiment, Measured, Result, Size, TrafficSpec
 from workloads.programs import PackedCodec
 from workloads.session import Plan
 from workloads.simulation import Site
@@ -54,6 +55,12 @@ BAD: Mapping[str, tuple[str, Callable[[str], Client]]] = {
 
 class Table2(Experiment):
     id = "dlpm-table2"
+    title = "The workloads' lengths, and how much of them can be cached"
+    source = "DLPM, Tables 2 and 3"
+    about = """Programs are walked with made-up answers, without any engine. Texts are generated: questions,
+        articles, documents and conversations have the paper's average lengths, not its data sets' words. The common
+        prefix is what all requests of a program begin with; the shared one what a request has in common with any
+        before it, and so what a cache that forgets nothing would save."""
 
     def cells(self, size: Size) -> Sequence[Cell]:
         programs = {"chat": 4000, "qa": 200} if size == "full" else {}
@@ -69,14 +76,29 @@ class Table2(Experiment):
         derived = {"requests_per_program": found.requests_per_program, "hit_rate": found.hit_rate}
         return Measured(asdict(found) | derived, 0.0)
 
-    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
-        return {
-            "rows": [
-                {"cell": name, "title": row.title, "prefix": row.prefix_tokens, "output": row.output_tokens}
-                for name, row in WORKLOADS.items()
-            ]
-            + [
-                {"cell": name, "title": title, "prefix": None, "output": None}
-                for name, (title, _) in BAD.items()
-            ]
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        named: dict[str, tuple[str, float | None, float | None]] = {
+            **{name: (row.title, row.prefix_tokens, row.output_tokens) for name, row in WORKLOADS.items()},
+            **{name: (title, None, None) for name, (title, _) in BAD.items()},
         }
+
+        def row(name: str) -> list[Entry]:
+            title, prefix, output = named[name]
+            paths = (
+                "requests_per_program",
+                "prompt_tokens",
+                "common_tokens",
+                "shared_tokens",
+                "output_tokens",
+            )
+            requests, prompt, common, shared, answer = at[name].row(*paths, digits=4)[1:]
+            hits = 100 * at[name]["hit_rate"]
+            return [title, requests, prompt, common, prefix, shared, answer, output, hits]
+
+        yield Table(
+            "Averages over requests, in tokens",
+            """workload | requests a program | prompt | common prefix | prefix, paper | shared prefix | output |
+                output, paper | most hits, %""",
+            [row(name) for name in named],
+            digits=4,
+        )

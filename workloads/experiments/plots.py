@@ -116,6 +116,10 @@ def _fill(axes: "Axes", panel: Panel) -> None:
 def _label(axes: "Axes", panel: Panel) -> None:
     if "x" in panel.log:
         axes.set_xscale("log")
+        swept = sorted({x for xs, _ in panel.lines.values() for x in xs})
+        if swept and swept[-1] <= 1000:
+            axes.set_xticks(swept, [f"{x:g}" for x in swept])
+            axes.minorticks_off()
     if "y" in panel.log:
         axes.set_yscale("log")
     else:
