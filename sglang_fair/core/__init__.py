@@ -2,9 +2,9 @@
 
     policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm, wsc, slo and their variants;
                   their `options`
-    queue         who waits and who goes first (`queue`, `job`, `clients`, `heap`); whose turn it is (`turns`)
-    admission     forming a batch: who is asked next, who waits for a prefix (`admission`, `lookups`); prompts or
-                  tokens for those that run (`steps`)
+    queue         what waits and what goes first (`queue`, `job`, `clients`, `heap`); clients that are new (`newcomers`)
+    admission     forming a batch: which request is next, which waits for a prefix (`admission`, `lookups`, `twins`);
+                  prompts or tokens for those that run (`steps`, `step_times`, `sharing`); what is notified (`listener`)
     account       what requests cost and whom it is charged to (`account`, `cost`, `ledger`, `payers`, `predictor`); the
                   largest of them, of which bounds are made (`largest`)
     eviction      whose prefixes the cache gives up

@@ -1,12 +1,14 @@
 """One queue of waiting jobs per client. Every policy that counts per client is built on it."""
 
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
+from sglang_fair.core.policy import Policy
 
 PATIENCE = 128
 """Default of how many later requests of its own client may overtake a request."""
@@ -134,3 +136,53 @@ class ClientQueues:
 
     def __len__(self) -> int:
         return len(self._queues)
+
+
+class ByClient(Policy):
+    """A policy with a queue for each client, which `_seat` ranks."""
+
+    _queues: ClientQueues
+
+    @abstractmethod
+    def _seat(self, client: str) -> None:
+        """Put `client`, whose queue or counter has changed, where `pick` looks for it."""
+
+    def hold(self, job: Job) -> None:
+        self._queues.hold(job)
+        self._seat(job.client)
+
+    def set_aside(self, client: str) -> None:
+        self._queues.set_aside(client)
+        self._seat(client)
+
+    def release(self) -> None:
+        for client in self._queues.release():
+            self._seat(client)
+
+
+class OneTurn:
+    """For policies under which one client at a time has its turn: what has changed since the last `changes`. O(clients that have begun to wait)."""
+
+    def __init__(self) -> None:
+        self._changed: dict[str, bool] = {}
+        self._has_turn: str | None = None
+        """The client that had it at the last `changes`."""
+
+    def begins(self, client: str) -> None:
+        """`client` begins to wait."""
+        self._changed[client] = False
+
+    def ends(self, client: str) -> None:
+        """`client` waits no more."""
+        self._changed.pop(client, None)
+
+    def changes(self, first: str | None) -> Mapping[str, bool]:
+        """The answer of `Policy.turns`; `first` has its turn now."""
+        changed, self._changed = self._changed, {}
+        before = self._has_turn
+        if before is not None and before != first:
+            changed[before] = False
+        if first is not None:
+            changed[first] = True
+        self._has_turn = first
+        return changed

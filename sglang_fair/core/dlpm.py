@@ -16,34 +16,14 @@ every interval. Knobs: the quantum, the weights, `patience`, `newcomers`. Trade-
 on one prefix and loosens the bound. Within one client the order is LPM, but no request is overtaken by more than
 `patience` later ones of its client; a small number costs cache hits if a client's queue is deep.
 
-The paper starts a client at 0, so that it waits until the others have used up their quanta, which takes long if they
-are many. Here an unknown client starts with a quantum, as if it had taken part in the last refill, and goes first until
-it is charged for the first time; the theorem holds for any order among clients with a positive counter. New clients
-together get at most `newcomers` times what known clients get; beyond that they start at 0, so that a flood of new names
-starves nobody.
-
-    a client is             until                                           what it gets
-    new, welcomed           it has been charged, a round has paid it a      counts against the allowance
-    new, started at 0       quantum, and a request of it was admitted       counts neither way: its rounds paid for it
-    known                   it is forgotten                                 raises the allowance `newcomers`-fold
-
-So a name that comes, is served and goes raises nothing, however long its output goes on, and whatever else it sends and
-gives up meanwhile. Bound (ours): in any time, those that were welcomed get at most newcomers·W + 65·Q^u + Z, W what
-known clients get in that time, Z what earlier ones still had set aside at its begin and what those that run may exceed
-their quantum by. For each welcome takes a quantum from the allowance, each unit beyond is taken too, nobody is welcomed
-once it is used up, and it never holds more than 64 quanta. Take one known client that always waits beside new names of
-c units, k of them waiting: it gets Q^u a round, and names that started at 0 get k·c; so in the long run
-1/share <= 1 + newcomers + k·c/Q^u.
-
+New clients start with a quantum, within an allowance (`newcomers`), and go first until they are charged for the first
+time; the theorem holds for any order among clients with a positive counter.
 A client that is gone keeps its debt. It keeps its credit too, unless more than `remembered_clients` with credit are
 gone; then the longest absent one is forgotten. No new client starts with more than the least credit that was ever
 forgotten, so being forgotten never pays and the guarantee is that of accounts kept for ever.
 With `borrow` (ours) a client that has used up its quantum may finish its run on a cached prefix before that is evicted:
-a request whose own price, of its uncached prompt and its longest output, is at most `borrow` times the price of its
-cached prefix is admitted in LPM order although q <= 0, as long as the prices of such requests since q was last positive
-sum to at most X = Q^u. They are charged as ever, and the rounds that follow pay for them: no client gets more rounds.
-Since q was positive a client has been admitted, beyond the request of that moment, no more than X; so q > -(U + X) in
-place of -U, and the theorem's proof gives 2·(U + X + Q^u).
+requests whose own price is at most `borrow` times that of their cached prefix are admitted although q <= 0, as long as
+the prices of such requests since q was last positive sum to at most X = Q^u. Then the bound is 2·(U + X + Q^u).
 Known leaks: new names, within that limit; the first client to need a shared prefix pays for it, unless another rule is
 chosen (`payers`).
 """
@@ -55,43 +35,33 @@ from math import floor, inf
 from typing import Any, ClassVar
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.clients import PATIENCE, ClientQueues
+from sglang_fair.core.clients import PATIENCE, ByClient, ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import longest_prefix
-from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
+from sglang_fair.core.newcomers import Newcomers, Standing
+from sglang_fair.core.policy import DEFAULT_QUANTUM, checked_quantum
 from sglang_fair.core.predictor import Predictor
-
-NEWCOMERS_AT_ONCE = 64
-"""Quanta that may accumulate for new clients that come at the same time."""
+from sglang_fair.core.waits import DEFICIT
 
 
 @dataclass(slots=True)
-class Deficit:
+class Deficit(Standing):
     """One client's counter: `units` as of round `settled`.
 
     `refund` is credit beyond one quantum: refunds of predicted output that came when the counter was full. The next
     charges are paid from it first, so it is neither lost nor spent faster than credit.
     """
 
-    units: float
-    settled: int
+    units: float = 0.0
+    settled: int = 0
     refund: float = 0.0
-    charged: bool = False
-    refilled: bool = False
-    """A round has paid a quantum since its first charge."""
-    known: bool = False
-    """It is one of those whose service lets new clients in."""
-    welcome: float = 0.0
-    """Service that was set aside for it when it came; 0 if it started at 0, or is known."""
-    drawn: float = 0.0
-    """A new client's charges so far. Of a known one: refunds (negative) that its later charges have not made up for."""
     borrowed: float = 0.0
     """Prices of the requests admitted since `units` was last positive."""
 
 
 @dataclass
-class Dlpm(Policy):
+class Dlpm(ByClient):
     """Longest prefix first among clients with a positive deficit counter.
 
     `quantum` is Q^u in service units. A charge is divided by the client's weight, so weight 2 gets twice the service
@@ -104,6 +74,7 @@ class Dlpm(Policy):
     """
 
     name: ClassVar[str] = "dlpm"
+    turn_cause: ClassVar[str] = DEFICIT
     waits_for_prefixes: ClassVar[bool] = True
     shares_steps: ClassVar[bool] = True
     keeps_places: ClassVar[bool] = True
@@ -132,8 +103,7 @@ class Dlpm(Policy):
 
     _borrower: Job | None = field(default=None, init=False, repr=False)
     """The job that left the queue last, if its client had no credit."""
-    _for_new: float = field(init=False, repr=False)
-    """The allowance: service left for new clients; negative if the last ones took more than their quanta."""
+    _new: Newcomers = field(init=False, repr=False)
     _least_dropped: float = field(default=inf, init=False, repr=False)
     """The least credit that was forgotten with a client."""
     _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
@@ -148,7 +118,7 @@ class Dlpm(Policy):
             raise ValueError(f"newcomers must be a number from 0 on, not {self.newcomers!r}")
         if not 0 <= self.borrow < inf:
             raise ValueError(f"borrow must be a number from 0 on, not {self.borrow!r}")
-        self._for_new = self._most_for_new()
+        self._new = Newcomers(self.newcomers, self.quantum)
 
     def arrive(self, job: Job) -> None:
         self._debtors.discard(job.client)
@@ -181,22 +151,9 @@ class Dlpm(Policy):
             self._forget()
         return self._queues.head(client)
 
-    def hold(self, job: Job) -> None:
-        self._queues.hold(job)
-        self._seat(job.client)
-
-    def set_aside(self, client: str) -> None:
-        self._queues.set_aside(client)
-        self._seat(client)
-
-    def release(self) -> None:
-        for client in self._queues.release():
-            self._seat(client)
-
     def admitted(self, job: Job, input_units: float, output_units: float) -> None:
         account = self._account(job.client)
-        if not account.known and self._is_refilled(account):
-            account.known, account.welcome, account.drawn = True, 0.0, 0.0
+        self._new.admit(account, refilled=self._is_refilled(account))
         if job is self._borrower and self.borrow:
             own, _ = self._prices(job, job.cached_tokens)
             account.borrowed += own / self.weights.of(job.client)
@@ -214,7 +171,7 @@ class Dlpm(Policy):
         account.units = min(left, self.quantum)
         account.refund = left - account.units
         account.settled, account.charged = self._round, True
-        self._count(account, units)
+        self._new.charge(account, units)
         self._seat(client)
 
     def idle(self, client: str) -> None:
@@ -263,33 +220,14 @@ class Dlpm(Policy):
     def _account(self, client: str) -> Deficit:
         account = self._deficits.get(client)
         if account is None:
-            account = self._deficits[client] = Deficit(0.0, self._round)
+            account = self._deficits[client] = Deficit(settled=self._round)
         return account
-
-    def _most_for_new(self) -> float:
-        return NEWCOMERS_AT_ONCE * self.quantum if self.newcomers else 0.0
 
     def _welcome(self, client: str) -> None:
         """Open the account of an unknown client."""
         account = self._account(client)
-        if self._for_new > 0:
+        if self._new.welcome(account, self.weights.of(client)):
             account.units = min(self.quantum, self._least_dropped)
-            account.welcome = self.quantum * self.weights.of(client)  # however little it starts with
-            self._for_new -= account.welcome
-
-    def _count(self, account: Deficit, units: float) -> None:
-        """Count a charge against the allowance or towards it. Charges and refunds that cancel out change nothing, even
-        at the allowance's limit: what was given back to a known client counts only when it is charged again."""
-        before, after = account.drawn, account.drawn + units
-        if account.known:
-            account.drawn = min(0.0, after)
-            more = self.newcomers * max(0.0, after)
-        elif account.welcome:
-            account.drawn = after
-            more = max(account.welcome, before) - max(account.welcome, after)
-        else:
-            return
-        self._for_new = min(self._for_new + more, self._most_for_new())
 
     def _is_refilled(self, account: Deficit) -> bool:
         """Whether a round has paid a quantum to a client that had been charged."""
@@ -297,11 +235,8 @@ class Dlpm(Policy):
         return account.refilled or (due and account.settled < self._round)
 
     def _drop(self, client: str) -> Deficit:
-        """Close an account; what was set aside for it and not used is free for others."""
         account = self._deficits.pop(client)
-        if not account.known and account.drawn < account.welcome:
-            unused = account.welcome - account.drawn
-            self._for_new = min(self._for_new + unused, self._most_for_new())
+        self._new.forget(account)
         return account
 
     def _forget(self) -> None:
@@ -352,7 +287,7 @@ class Dlpm(Policy):
                 self._turns.pop(client, None)
         elif (eligible_from := self._eligible_from(client)) <= self._round or self._may_borrow(client, head):
             account = self._deficits[client]
-            is_new = self.newcomers_first and account.welcome > 0 and not account.charged
+            is_new = self.newcomers_first and account.goes_first
             self._ready.put(client, (not is_new, *self._order(head)))
             self._parked.discard(client)
             self._turns[client] = True

@@ -25,11 +25,11 @@ from math import ceil, floor
 from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.clients import ClientQueues
+from sglang_fair.core.clients import ByClient, ClientQueues, OneTurn
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
-from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
-from sglang_fair.core.turns import OneTurn
+from sglang_fair.core.policy import DEFAULT_QUANTUM, checked_quantum
+from sglang_fair.core.waits import DEFICIT
 
 Visit = tuple[int, int]
 """(round, place in the ring)."""
@@ -45,10 +45,11 @@ class Credit:
 
 
 @dataclass
-class Drr(Policy):
+class Drr(ByClient):
     """Round robin by credit, FIFO within a client. ValueError for a quantum below `LEAST_QUANTUM`."""
 
     name: ClassVar[str] = "drr"
+    turn_cause: ClassVar[str] = DEFICIT
     shares_steps: ClassVar[bool] = True
     keeps_places: ClassVar[bool] = True
     quantum: float = DEFAULT_QUANTUM
@@ -97,18 +98,6 @@ class Drr(Policy):
             self._visit = self._turn.key(client)
         return None if client is None else self._queues.head(client)
 
-    def hold(self, job: Job) -> None:
-        self._queues.hold(job)
-        self._seat(job.client)
-
-    def set_aside(self, client: str) -> None:
-        self._queues.set_aside(client)
-        self._seat(client)
-
-    def release(self) -> None:
-        for client in self._queues.release():
-            self._seat(client)
-
     def charge(self, client: str, units: float) -> None:
         self._settle(client).units -= units / self.weights.of(client)
         self._seat(client)
@@ -131,6 +120,9 @@ class Drr(Policy):
     def turns(self) -> Mapping[str, bool]:
         """One client has its turn: that whose visit comes first."""
         return self._turns.changes(self._turn.first())
+
+    def has_turns(self) -> bool:
+        return True
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """(2·(U + Q^d) + Q^d) / min weight."""

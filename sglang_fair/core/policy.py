@@ -8,13 +8,12 @@ the same policy object runs in SGLang's scheduler, in the simulator and in a pro
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.job import Job
 from sglang_fair.core.predictor import Predictor
-from sglang_fair.core.waits import DEFICIT
 
 OPTION = "option"
 """Key of a dataclass field's metadata: the name of the option, where that differs from the field's."""
@@ -59,9 +58,6 @@ class Policy(ABC):
     """Where room is short, a client that has more requests running than others that wait is set aside for these
     (`steps`). Not where only one client has its turn: the room would stay empty, and by its counter it has not had what
     the others had."""
-
-    turn_cause: ClassVar[str] = DEFICIT
-    """What a client waits for that has not its turn (`waits`)."""
 
     refills: int | None = None
     """How often rounds had to pass because no client that waits had credit. None: there are no rounds."""
@@ -139,17 +135,6 @@ class Policy(ABC):
     def ended(self, job: Job) -> None:
         """`job`, which had been admitted, has ended, by itself or by abort; all its charges were told."""
 
-    def has_learnt(self) -> bool:
-        """Whether it knows more than at the last call of `learnt`."""
-        return False
-
-    def learnt(self) -> Mapping[str, Any] | None:
-        """What it has learnt of requests and should know again after a restart, JSON-ready. None: nothing."""
-        return None
-
-    def recall(self, learnt: object) -> None:
-        """Goes on from what `learnt` gave. ValueError if that is something else; then nothing has changed."""
-
     def admitted(self, job: Job, input_units: float, output_units: float) -> None:
         """`job` was admitted and its first chunk was charged. The units are those that `bound` takes."""
 
@@ -167,15 +152,6 @@ class Policy(ABC):
     def counter(self, client: str) -> float | None:
         """The same of one client, in O(1). None: it is not known, or the policy keeps none that is so cheap."""
         return None
-
-    def turns(self) -> Mapping[str, bool]:
-        """Of the clients that wait, those whose turn has come (True) or is no more (False) since the last call. A
-        client has its turn unless this has said otherwise since it began to wait. O(what changed)."""
-        return {}
-
-    def has_turns(self) -> bool:
-        """Whether a client without its turn waits for others' turns, and not only for the next `pick`."""
-        return True
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """The guarantee: how far the service, divided by weight, of two clients that both wait can differ.
@@ -200,6 +176,35 @@ class Policy(ABC):
     def owes(self, client: str) -> bool:
         """Whether what `client` was charged is not paid back yet, so that its counter may be far from others'."""
         return False
+
+
+@runtime_checkable
+class Turns(Protocol):
+    """Some clients that wait have their turn, and the others wait for that."""
+
+    turn_cause: ClassVar[str]
+    """What a client waits for that has not its turn (`waits`)."""
+
+    def turns(self) -> Mapping[str, bool]:
+        """Of the clients that wait, those whose turn has come (True) or is no more (False) since the last call. A
+        client has its turn unless this has said otherwise since it began to wait. O(what changed)."""
+
+    def has_turns(self) -> bool:
+        """Whether a client without its turn waits for others' turns, and not only for the next `pick`."""
+
+
+@runtime_checkable
+class Learns(Protocol):
+    """A policy that knows more of requests the longer it runs."""
+
+    def has_learnt(self) -> bool:
+        """Whether it knows more than at the last call of `learnt`."""
+
+    def learnt(self) -> Mapping[str, Any]:
+        """What it should know again after a restart, JSON-ready."""
+
+    def recall(self, learnt: object) -> None:
+        """Goes on from what `learnt` gave. ValueError if that is something else; then nothing has changed."""
 
 
 DEFAULT_QUANTUM = 2000.0

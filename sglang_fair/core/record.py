@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listener
 from sglang_fair.core.overtakes import Overtaken, Overtakes
-from sglang_fair.core.policy import Policy
+from sglang_fair.core.policy import Policy, Turns
 from sglang_fair.core.waits import MEMORY, Wait, Waits
 
 MOST_ENDED = 4096
@@ -95,6 +95,7 @@ class Record(Listener):
         self.waits = Waits()
         self._overtakes: Overtakes[Job] = Overtakes()
         self._policy = policy
+        self._turns = policy if isinstance(policy, Turns) else None
         self._most = most
         self._here: dict[Job, Entry] = {}
         self._ended: deque[Entry] = deque()
@@ -164,8 +165,10 @@ class Record(Listener):
 
     def end_pass(self, cause: str) -> None:
         self._overtakes.end_batch()
-        policy = self._policy
-        self.waits.end_pass(cause, policy.turns(), policy.turn_cause if policy.has_turns() else None)
+        if (turns := self._turns) is None:
+            self.waits.end_pass(cause, {}, None)
+        else:
+            self.waits.end_pass(cause, turns.turns(), turns.turn_cause if turns.has_turns() else None)
 
     # ---- what is read
 

@@ -22,10 +22,9 @@ from math import ceil, floor
 from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.clients import ClientQueues
+from sglang_fair.core.clients import ByClient, ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
-from sglang_fair.core.policy import Policy
 from sglang_fair.core.waits import RATE
 from sglang_fair.core.windows import WINDOWS, Window
 
@@ -33,7 +32,7 @@ EXCESS = ("refuse", "delay")
 
 
 @dataclass
-class Rpm(Policy):
+class Rpm(ByClient):
     """`limit` requests a minute for a client of weight 1. ValueError for a limit below 1 and for unknown words."""
 
     name: ClassVar[str] = "rpm"
@@ -94,14 +93,6 @@ class Rpm(Policy):
             self._seat(client)  # it has reached its limit, or the limit was lowered
         return None
 
-    def hold(self, job: Job) -> None:
-        self._queues.hold(job)
-        self._seat(job.client)
-
-    def release(self) -> None:
-        for client in self._queues.release():
-            self._seat(client)
-
     def admitted(self, job: Job, input_units: float, output_units: float) -> None:
         if self.excess == "delay":
             self._window.count(job.client)
@@ -114,6 +105,9 @@ class Rpm(Policy):
         """A client has its turn while it is below its limit."""
         turns, self._turns = self._turns, {}
         return turns
+
+    def has_turns(self) -> bool:
+        return True
 
     def _limit_of(self, client: str) -> int:
         return max(1, floor(self.limit * self.weights.of(client) + 0.5))

@@ -18,19 +18,19 @@ from math import inf
 from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.clients import ClientQueues
+from sglang_fair.core.clients import ByClient, ClientQueues, OneTurn
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
-from sglang_fair.core.policy import Policy
 from sglang_fair.core.predictor import Oracle, Predictor
-from sglang_fair.core.turns import OneTurn
+from sglang_fair.core.waits import DEFICIT
 
 
 @dataclass
-class Vtc(Policy):
+class Vtc(ByClient):
     """Smallest counter first, then the earliest head request; FIFO within a client."""
 
     name: ClassVar[str] = "vtc"
+    turn_cause: ClassVar[str] = DEFICIT
     shares_steps: ClassVar[bool] = True
     weights: Weights = field(default_factory=Weights)
     predictor: Predictor | None = None
@@ -73,18 +73,6 @@ class Vtc(Policy):
             return None
         return self._queues.head(client)
 
-    def hold(self, job: Job) -> None:
-        self._queues.hold(job)
-        self._seat(job.client)
-
-    def set_aside(self, client: str) -> None:
-        self._queues.set_aside(client)
-        self._seat(client)
-
-    def release(self) -> None:
-        for client in self._queues.release():
-            self._seat(client)
-
     def charge(self, client: str, units: float) -> None:
         self._counter[client] = self._counter.get(client, 0.0) + units / self.weights.of(client)
         self._seat(client)
@@ -106,6 +94,9 @@ class Vtc(Policy):
     def turns(self) -> Mapping[str, bool]:
         """One client has its turn: that with the smallest counter."""
         return self._turns.changes(self._next())
+
+    def has_turns(self) -> bool:
+        return True
 
     def _next(self) -> str | None:
         """Whose request goes next."""

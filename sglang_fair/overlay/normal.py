@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fair.common.files import read_json
-from sglang_fair.core.policy import Policy
+from sglang_fair.core.policy import Learns, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ def restore(policy: Policy, path: str) -> None:
         return
     content = read_json(path)
     try:
-        policy.recall(content)
+        if isinstance(policy, Learns):
+            policy.recall(content)
     except ValueError as error:
         raise ValueError(f"--fair-normal {path}: {error}") from None
 
@@ -57,16 +58,16 @@ class NormalFile:
         if self._writing is not None and self._writing.is_alive():
             return
         self._written_s = now_s
-        if policy.has_learnt() and (learnt := policy.learnt()) is not None:
-            self._writing = threading.Thread(target=self._write, args=(learnt,), daemon=True)
+        if isinstance(policy, Learns) and policy.has_learnt():
+            self._writing = threading.Thread(target=self._write, args=(policy.learnt(),), daemon=True)
             self._writing.start()
 
     def close(self, policy: Policy) -> None:
         """The scheduler ends: writes what is not written yet."""
         if self._writing is not None:
             self._writing.join()
-        if policy.has_learnt() and (learnt := policy.learnt()) is not None:
-            self._write(learnt)
+        if isinstance(policy, Learns) and policy.has_learnt():
+            self._write(policy.learnt())
 
     def _write(self, learnt: Mapping[str, Any]) -> None:
         beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")

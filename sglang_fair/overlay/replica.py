@@ -33,6 +33,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.options import shown
 from sglang_fair.core.payers import make_payers, path_of
+from sglang_fair.core.policy import Learns
 from sglang_fair.core.preemption import Missing, Preemption, Runner
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Outcome, Record
@@ -157,8 +158,8 @@ class ReplicaFairness:
         self._begin()
         self.queue.account.ledger = ledger
         with suppress(Exception):  # what was learnt may be what is broken
-            if (learnt := old.learnt()) is not None:
-                self.queue.policy.recall(learnt)
+            if isinstance(old, Learns) and isinstance(self.queue.policy, Learns):
+                self.queue.policy.recall(old.learnt())
 
     def _corrected(self, what: str, *args: object, trace: bool = False) -> None:
         self.corrections += 1

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.cost import Linear
-from sglang_fair.core.dlpm import NEWCOMERS_AT_ONCE, Dlpm
+from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import Lpm
+from sglang_fair.core.newcomers import AT_ONCE
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from tests.support.budget import examples
@@ -64,7 +65,7 @@ class LiteralDlpm(Literal):
 
     @property
     def most(self) -> int:
-        return NEWCOMERS_AT_ONCE * self.quantum if self.newcomers else 0
+        return AT_ONCE * self.quantum if self.newcomers else 0
 
     def arrive(self, job: Job) -> None:
         if job.client not in self.q:
@@ -423,13 +424,13 @@ class Generous(Dlpm):
     """Every new name starts with a quantum."""
 
     def arrive(self, job: Job) -> None:
-        self._for_new = self.quantum
+        self._new.left = self.quantum
         super().arrive(job)
 
 
 def test_new_names_starve_nobody():
     assert names_before_the_cold_one(Dlpm(quantum=10, newcomers=0)) == 0
-    assert names_before_the_cold_one(Dlpm(quantum=10)) <= NEWCOMERS_AT_ONCE
+    assert names_before_the_cold_one(Dlpm(quantum=10)) <= AT_ONCE
     assert names_before_the_cold_one(Generous(quantum=10)) == 1000
 
 
@@ -577,11 +578,11 @@ def test_a_flood_of_new_names_gets_its_part_and_no_more(
     flood.run(150 + 100 * quantum // cost)
     known = flood.service["known"]
     rounds = (known + slots * cost) / quantum + 1
-    welcomed = newcomers * known + (NEWCOMERS_AT_ONCE + 1) * quantum + (1 + slots) * cost
+    welcomed = newcomers * known + (AT_ONCE + 1) * quantum + (1 + slots) * cost
     assert flood.service["name"] <= welcomed + (waiting + slots) * cost * rounds
     while_in_debt = cost / quantum + 3
     names_a_round = waiting + slots + newcomers * (2 * quantum + slots * cost) / min(quantum, cost)
-    at_once = NEWCOMERS_AT_ONCE * max(1, quantum / cost)
+    at_once = AT_ONCE * max(1, quantum / cost)
     assert flood.most_accounts <= 5 + at_once + while_in_debt * names_a_round
 
 
@@ -606,9 +607,9 @@ def test_a_name_is_known_by_a_request_that_is_admitted_after_a_round_and_by_noth
         policy.leave(job)
         if admits:
             policy.admitted(job, 0, 0)
-        before = policy._for_new
+        before = policy._new.left
         policy.charge("name", units)
-        return policy._for_new - before
+        return policy._new.left - before
 
     assert lets_in(15) == -5, "beyond its welcome"
     assert lets_in(30) == -30, "no round has passed"
@@ -622,24 +623,24 @@ def test_a_name_is_known_by_a_request_that_is_admitted_after_a_round_and_by_noth
 def test_what_is_charged_ahead_and_given_back_changes_no_allowance():
     """Regression: at the allowance's limit a charge counted nothing and its refund four times."""
     policy = Dlpm(quantum=10)
-    full = policy._for_new
+    full = policy._new.left
     for number in range(2):
         policy.arrive(job := Job(str(number), "known", arrival=number))
         assert policy.pick() is job
         policy.leave(job)
         policy.charge("known", 10 if number == 0 else 0)
         policy.admitted(job, 0, 0)
-    assert policy._for_new == full - 10
+    assert policy._new.left == full - 10
     policy.charge("known", 1000)
-    assert policy._for_new == full
+    assert policy._new.left == full
     policy.charge("known", -900)
-    assert policy._for_new == full
+    assert policy._new.left == full
     policy.arrive(Job("new", "new", arrival=2))
-    assert policy._for_new == full - 10
+    assert policy._new.left == full - 10
     policy.charge("known", 900)
-    assert policy._for_new == full - 10, "that much was counted before"
+    assert policy._new.left == full - 10, "that much was counted before"
     policy.charge("known", 1)
-    assert policy._for_new == full - 6
+    assert policy._new.left == full - 6
 
 
 def test_fractions_do_not_stop_the_rounds():

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy, options_of
 from sglang_fair.core.cost import Linear
-from sglang_fair.core.dlpm import NEWCOMERS_AT_ONCE, Dlpm
+from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
+from sglang_fair.core.newcomers import AT_ONCE
 from sglang_fair.core.payers import EQUAL, FIRST, PER_USE, Payers, Swing, path_of
 from sglang_fair.core.predictor import MeanOfLast
 from sglang_fair.core.queue import FairQueue
@@ -277,7 +278,7 @@ def test_who_is_gone_stays_forgotten_when_it_is_refunded(name, rule):
         queue.tick(60.0 * number)
         serve(queue, f"client{number}", 64 if number % 10 else 0)
         assert queue.account.ledger.total.transferred_units == pytest.approx(0, abs=1e-9)
-    assert len(queue.policy.counters()) <= 2 + NEWCOMERS_AT_ONCE
+    assert len(queue.policy.counters()) <= 2 + AT_ONCE
     assert queue._clients == {}
 
 
