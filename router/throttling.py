@@ -58,7 +58,7 @@ class Throttling:
         self._overload = Overload(self.rules.high, self.rules.low)
         self._interactions = Interactions()
         self._throttle = Throttle(
-            self.rules.limits,
+            self.rules,
             self._interactions,
             self._overload,
             counts=self.rules.counts,

@@ -61,7 +61,7 @@ from sglang_fair.bench import Show, carry_out
 from sglang_fair.cluster.options import USUAL
 from sglang_fair.common.provenance import processor
 from sglang_fair.core.interactions import Interaction, Interactions
-from sglang_fair.core.throttle import Limits, Rules
+from sglang_fair.core.throttle import Rules
 from sglang_fair.settings import commands
 from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers
 
@@ -359,7 +359,7 @@ def measure_throttle(setting: Setting) -> dict[str, float]:
     arms: dict[str, tuple[Router, Traffic]] = {}
     for arm, kind in (("plain", "none"), ("calls", "none"), ("throttled", setting.throttle)):
         source = Traffic(setting.seed, workers, setting.prompt_tokens, interactions=arm != "plain")
-        throttling = Throttling(cast(Kind, kind), Rules(Limits(UNLIMITED, {"*": UNLIMITED})))
+        throttling = Throttling(cast(Kind, kind), Rules(UNLIMITED, {"*": UNLIMITED}))
         arms[arm] = filled(placement, source, setting.tree_tokens, throttling)[0], source
     decisions = max(100, setting.decisions // 3)
     warm_up = decisions // 5

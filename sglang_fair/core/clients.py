@@ -161,7 +161,7 @@ class ByClient(Policy):
 
 
 class OneTurn:
-    """For policies under which one client at a time has its turn: what has changed since the last `changes`. O(clients that have begun to wait)."""
+    """For policies under which one client at a time has its turn. O(clients that have begun to wait)."""
 
     def __init__(self) -> None:
         self._changed: dict[str, bool] = {}

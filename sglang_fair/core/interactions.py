@@ -92,24 +92,17 @@ class Interactions:
 
     def calls(self, name: Interaction) -> int:
         """How many of its calls were accepted; 0 if it is not open."""
-        client = self._clients.get(name.client)
-        open_ = None if client is None else client.get(name)
+        open_ = self._find(name)
         return 0 if open_ is None else open_.calls
 
     def go_on(self, name: Interaction, begun: int = 0) -> int:
         """A call of it came. If it is under way, the call is none of the first ones and is accepted: its number. Else
-        0, and nothing changes. `begun`, if it is not open here: how many calls of it the asker has seen accepted."""
-        client = self._clients.get(name.client)
-        open_ = None if client is None else client.get(name)
+        0, and nothing changes. `begun`, if it is not open here: how many calls the gateway has seen accepted."""
+        open_ = self._find(name)
         calls = begun if open_ is None else open_.calls
         if not 0 < calls < self.most_calls or not name.id:
             return 0
-        if client is None or open_ is None:
-            open_ = self._opened(name, begun)
-        else:
-            if not open_.under_way:
-                client.move_to_end(name)
-            open_.under_way += 1
+        open_ = self._join(name, begun)
         open_.calls += 1
         return open_.calls
 
@@ -149,9 +142,8 @@ class Interactions:
     def resume(self, name: Interaction, calls: int) -> None:
         """It was open in another process, where `calls` of its calls were accepted: it is open here, and silent as of
         now. Nothing is closed for it: without room it is not taken up."""
-        client = self._clients.get(name.client)
-        open_ = None if client is None else client.get(name)
-        has_room = self._open < self.most and (client is None or len(client) < self.most_open)
+        open_ = self._find(name)
+        has_room = self._open < self.most and len(self._clients.get(name.client, ())) < self.most_open
         if open_ is not None:
             open_.calls = max(open_.calls, calls)
         elif has_room and name.id and calls > 0:
@@ -167,16 +159,15 @@ class Interactions:
     def end(self, name: Interaction, *, is_answered: bool = False) -> None:
         """A call that was accepted waits and runs no more. `is_answered`: it was the last, and its user has the answer.
         Ignored if its interaction was closed meanwhile."""
-        client = self._clients.get(name.client)
-        open_ = None if client is None else client.get(name)
-        if client is None or open_ is None or not open_.under_way:
+        open_ = self._find(name)
+        if open_ is None or not open_.under_way:
             return
         open_.under_way -= 1
         if is_answered:
             self._close(name)
         elif not open_.under_way:
             open_.silent_s = self._now_s
-            client.move_to_end(name)
+            self._clients[name.client].move_to_end(name)
             if name.client not in self._silent:
                 self._silent.put(name.client, (self._now_s, name.client))
                 self._due_s = min(self._due_s, self._now_s + self.silence_s)
@@ -191,12 +182,11 @@ class Interactions:
 
     def _join(self, name: Interaction, begun: int) -> Open:
         """One more call of it is under way."""
-        client = self._clients.get(name.client)
-        open_ = None if client is None else client.get(name)
-        if client is None or open_ is None:
+        open_ = self._find(name)
+        if open_ is None:
             return self._opened(name, begun)
         if not open_.under_way:
-            client.move_to_end(name)
+            self._clients[name.client].move_to_end(name)
         open_.under_way += 1
         return open_
 

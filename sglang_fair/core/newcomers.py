@@ -52,7 +52,7 @@ class Newcomers:
         self.left = self._most
 
     def welcome(self, client: Standing, weight: float) -> bool:
-        """An unknown client came. Whether it starts with a quantum, which is set aside however little it starts with."""
+        """An unknown client came. Whether a quantum is set aside, with which it starts or with less."""
         if self.left <= 0:
             return False
         client.welcome = self._quantum * weight

@@ -16,12 +16,16 @@ never farther than the next client in the order of what their calls cost. Known 
 A call costs O(1) to learn and O(clients of the pair) to weigh; memory is O(pairs kept · `PAIR_CLIENTS`).
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 PAIR_CLIENTS = 64
 ALL_CLIENTS = 1024
@@ -76,6 +80,34 @@ class _Group:
         self.clients.move_to_end(client)
         if len(self.clients) > self.most:
             self.clients.popitem(last=False)
+
+
+Count = Annotated[int, Meta(ge=0)]
+Number = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+
+
+class _SavedGroup(msgspec.Struct):
+    calls: Count
+    clients: list[tuple[str, Count, Number, Number, Number, Number]]
+
+    def group(self, most: int) -> _Group:
+        """ValueError if that is more than `most` clients, or no number."""
+        if len(self.clients) > most or (self.calls and not self.clients):
+            raise ValueError(f"{self.calls} calls of {len(self.clients)} clients")
+        if not all(isfinite(number) for _, *numbers in self.clients for number in numbers):
+            raise ValueError("what is no number")
+        found = _Group(most, self.calls)
+        found.clients.update((name, Usual(*numbers)) for name, *numbers in self.clients)
+        return found
+
+
+class _Saved(msgspec.Struct):
+    """What `Normal.to_json` gives."""
+
+    version: Literal[1]
+    pairs: Annotated[list[tuple[str, str, _SavedGroup]], Meta(max_length=MOST_PAIRS)]
+    apps: Annotated[list[tuple[str, _SavedGroup]], Meta(max_length=MOST_PAIRS)]
+    all: _SavedGroup
 
 
 class Normal:
@@ -136,19 +168,12 @@ class Normal:
     def restore(self, saved: object) -> None:
         """Goes on from what `to_json` gave. Raises `BadNormal`, and then nothing has changed."""
         try:
-            content: Any = saved
-            if content["version"] != VERSION:
-                raise ValueError(f"version {content['version']!r:.20}, and this program reads {VERSION}")
-            pairs = OrderedDict(
-                ((_name(app), _name(stage)), _restored(group, PAIR_CLIENTS))
-                for app, stage, group in content["pairs"]
-            )
-            apps = OrderedDict((_name(app), _restored(group, PAIR_CLIENTS)) for app, group in content["apps"])
-            everything = _restored(content["all"], ALL_CLIENTS)
-        except (KeyError, TypeError, ValueError) as error:
+            content = msgspec.convert(saved, _Saved)
+            pairs = OrderedDict(((app, stage), one.group(PAIR_CLIENTS)) for app, stage, one in content.pairs)
+            apps = OrderedDict((app, one.group(PAIR_CLIENTS)) for app, one in content.apps)
+            everything = content.all.group(ALL_CLIENTS)
+        except ValueError as error:
             raise BadNormal(f"not what was saved of normal calls: {error}") from None
-        if len(pairs) > MOST_PAIRS or len(apps) > MOST_PAIRS:
-            raise BadNormal(f"more than {MOST_PAIRS} pairs or apps")
         self._pairs, self._apps, self._all, self._usual = pairs, apps, everything, None
 
     @property
@@ -193,31 +218,3 @@ def _saved(group: _Group) -> Mapping[str, Any]:
             for name, one in group.clients.items()
         ],
     }
-
-
-def _restored(saved: Any, most: int) -> _Group:
-    group = _Group(most, _count(saved["calls"]))
-    for name, calls, *numbers in saved["clients"]:
-        extend, output, extend_variance, output_variance = (_number(one) for one in numbers)
-        group.clients[_name(name)] = Usual(_count(calls), extend, output, extend_variance, output_variance)
-    if len(group.clients) > most or (group.calls and not group.clients):
-        raise ValueError(f"{group.calls} calls of {len(group.clients)} clients")
-    return group
-
-
-def _name(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no name")
-    return value
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no number of calls")
-    return value
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is no number of tokens")
-    return float(value)

@@ -26,7 +26,7 @@ from sglang_fair.core.clients import ByClient, ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.waits import RATE
-from sglang_fair.core.windows import WINDOWS, Window
+from sglang_fair.core.windows import WINDOWS, Calendar, Sliding
 
 EXCESS = ("refuse", "delay")
 
@@ -44,7 +44,7 @@ class Rpm(ByClient):
     weights: Weights = field(default_factory=Weights)
 
     _now_s: float = field(default=0.0, init=False, repr=False)
-    _window: Window[str] = field(init=False, repr=False)
+    _window: Sliding[str] | Calendar[str] = field(init=False, repr=False)
     _queues: ClientQueues = field(init=False, repr=False)
     _open: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Clients that may be served, by the arrival of their first request."""

@@ -23,10 +23,14 @@ With `always`, limits hold whether or not there is overload, and for every call:
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
 
 from sglang_fair.common.identity import bounded
 from sglang_fair.core.interactions import Interaction, Interactions
@@ -52,98 +56,61 @@ MOST_CALLS = 1_000_000_000
 EVERY_APP = "*"
 
 Counts = Literal["accepted", "arrivals"]
-COUNTS: tuple[Counts, ...] = get_args(Counts)
 
 
 class BadLoad(ValueError):
     """A load that no replica can have."""
 
 
-@dataclass(frozen=True)
-class Limits:
+HIGH, LOW = 0.95, 0.85
+"""Pressure from which a replica is overloaded, and below which it no longer is."""
+
+Calls = Annotated[int, Meta(ge=1, le=MOST_CALLS)]
+Part = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Calls a minute while overloaded. `user`: of one user over all apps. `apps`: of one user of an app; "*" stands for
-    every app that is not named. None and what is missing: no limit. ValueError for a limit below 1 or above
-    `MOST_CALLS`.
+    every app that is not named. None and what is missing: no limit.
 
     With `app_total`, an app's limit is that of all its users together (the paper's letter, where one user may use up
     what another needs).
     """
 
-    user: int | None = None
-    apps: Mapping[str, int] = field(default_factory=dict)
+    user: Calls | None = None
+    apps: dict[str, Calls] = {}
     app_total: bool = False
-
-    def __post_init__(self) -> None:
-        given = {"user": self.user, **{f"apps.{app}": limit for app, limit in self.apps.items()}}
-        for name, limit in given.items():
-            if limit is None:
-                continue
-            if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_CALLS:
-                raise ValueError(
-                    f"{name:.80} must be a whole number of calls from 1 to {MOST_CALLS}, not {limit!r:.80}"
-                )
 
     def of_app(self, app: str) -> int | None:
         return self.apps.get(app, self.apps.get(EVERY_APP))
 
 
-HIGH, LOW = 0.95, 0.85
-"""Pressure from which a replica is overloaded, and below which it no longer is."""
+class Rules(Limits, frozen=True, forbid_unknown_fields=True):
+    """Everything that an operator may set. ValueError unless low < high."""
 
-
-@dataclass(frozen=True)
-class Rules:
-    """Everything that an operator may set. ValueError unless 0 < low < high <= 1, and for an unknown `counts`."""
-
-    limits: Limits = field(default_factory=Limits)
     counts: Counts = "accepted"
-    high: float = HIGH
-    low: float = LOW
+    high: Part = HIGH
+    low: Part = LOW
 
     def __post_init__(self) -> None:
-        if self.counts not in COUNTS:
-            raise ValueError(f"counts is one of {', '.join(COUNTS)}, not {self.counts!r:.80}")
-        for name in ("high", "low"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise ValueError(f"{name} must be a number above 0, at most 1, not {value!r:.80}")
         if not self.low < self.high:
             raise ValueError(f"low must be below high, and {self.low!r} is not below {self.high!r}")
 
     def to_json(self) -> dict[str, Any]:
         """As `make_rules` reads it."""
-        limits = self.limits
-        return {
-            "user": limits.user,
-            "apps": dict(limits.apps),
-            "app_total": limits.app_total,
-            "counts": self.counts,
-            "high": self.high,
-            "low": self.low,
-        }
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
 
 def make_rules(content: Any, where: str) -> Rules:
     """The rules in the JSON `content` of `where`: `{"user": 60, "apps": {"chat": 30, "*": 60}}`, and `app_total`,
     `counts`, `high`, `low` where they differ from the defaults. ValueError, in one line that names `where` and the key,
     for anything else."""
-    known = ("user", "apps", "app_total", "counts", "high", "low")
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{where} must be an object with {', '.join(known)}")
-    for key in content:
-        if key not in known:
-            raise ValueError(f"{where}: there is no {key!r:.80}; there are {', '.join(known)}")
-    apps, app_total = content.get("apps", {}), content.get("app_total", False)
-    if not isinstance(apps, Mapping):
-        raise ValueError(f"{where}: apps must map applications to numbers of calls, not {apps!r:.80}")
-    if not isinstance(app_total, bool):
-        raise ValueError(f"{where}: app_total must be true or false, not {app_total!r:.80}")
-    others = {key: content[key] for key in ("counts", "high", "low") if key in content}
     try:
-        limits = Limits(content.get("user"), {bounded(app): limit for app, limit in apps.items()}, app_total)
-        return Rules(limits, **others)
-    except ValueError as error:
+        rules = msgspec.convert(content, Rules)
+    except msgspec.ValidationError as error:
         raise ValueError(f"{where}: {error}") from None
+    return replace(rules, apps={bounded(app): limit for app, limit in rules.apps.items()})
 
 
 Code = Literal["throttled_user", "throttled_app"]
@@ -167,11 +134,9 @@ class _Worker:
 
 
 class Overload:
-    """Which replicas are overloaded. ValueError unless 0 < low < high <= 1."""
+    """Which replicas are overloaded: from pressure `high` until below `low`."""
 
     def __init__(self, high: float = HIGH, low: float = LOW) -> None:
-        if not 0 < low < high <= 1:
-            raise ValueError(f"0 < low < high <= 1 does not hold for low {low!r} and high {high!r}")
         self.high, self.low = high, low
         self._since_s: dict[tuple[str, ...], float] = {}
         """When replicas that stand in for each other were first seen overloaded together, of this time."""
@@ -260,8 +225,6 @@ class Throttle:
         counts: Counts = "accepted",
         always: bool = False,
     ) -> None:
-        if counts not in COUNTS:
-            raise ValueError(f"counts is one of {', '.join(COUNTS)}, not {counts!r}")
         self.limits = limits
         self.counts: Counts = counts
         self.always = always
@@ -278,7 +241,7 @@ class Throttle:
 
     def follow(self, rules: Rules) -> None:
         """From now on these hold. What was counted stays."""
-        self.limits, self.counts = rules.limits, rules.counts
+        self.limits, self.counts = rules, rules.counts
         self.overload.high, self.overload.low = rules.high, rules.low
 
     def judge(

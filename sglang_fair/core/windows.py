@@ -11,27 +11,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Mapping
 from itertools import islice
 from math import floor, inf
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
 MINUTE_S = 60.0
-
-
-class Window(Protocol[Key]):
-    """Counts the requests of each key, as a client, within a minute. Times never go back."""
-
-    def tick(self, now_s: float) -> None:
-        """It is `now_s`. Forgets requests that no longer count."""
-
-    def count(self, *keys: Key) -> None:
-        """Count one request of each of `keys`, now."""
-
-    def opens_s(self, key: Key, limit: int) -> float:
-        """When `key` may have its next request, with `limit` a minute; a time that is past means now."""
-
-    def counts(self) -> Mapping[Key, int]:
-        """How many requests count now, for each key that has any."""
 
 
 class Sliding(Generic[Key]):
@@ -47,6 +31,7 @@ class Sliding(Generic[Key]):
         """No key is to be forgotten before."""
 
     def tick(self, now_s: float) -> None:
+        """It is `now_s`; times never go back."""
         self._now_s = now_s
         while self._due_s <= now_s:
             self._due_s = next(iter(self._times_s.values()))[-1] + MINUTE_S if self._times_s else inf
@@ -54,6 +39,7 @@ class Sliding(Generic[Key]):
                 self._times_s.popitem(last=False)
 
     def count(self, *keys: Key) -> None:
+        """Count one request of each of `keys`, now."""
         now_s = self._now_s
         for key in keys:
             times_s = self._times_s.get(key)
@@ -69,6 +55,7 @@ class Sliding(Generic[Key]):
                 self._times_s.move_to_end(key)
 
     def opens_s(self, key: Key, limit: int) -> float:
+        """When `key` may have its next request, with `limit` a minute; a time that is past means now."""
         times_s = self._times_s.get(key)
         if times_s is None or len(times_s) < limit:
             return -inf
@@ -84,6 +71,7 @@ class Sliding(Generic[Key]):
         return len(times_s)
 
     def counts(self) -> Mapping[Key, int]:
+        """How many requests count now, for each key that has any."""
         return self.latest_counts(len(self._times_s))
 
     def latest_counts(self, most: int) -> Mapping[Key, int]:

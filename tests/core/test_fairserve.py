@@ -32,7 +32,7 @@ from sglang_fair.core.interactions import MOST_CALLS, SILENCE_S
 from sglang_fair.core.job import Job
 from sglang_fair.core.normal import ENOUGH
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.throttle import COUNTS, Counts, Limits, Rules
+from sglang_fair.core.throttle import COUNTS, Counts, Rules
 from sglang_fair.core.vtc import Vtc
 from sglang_fair.core.wsc import Wsc
 from tests.core.test_wsc import Engine, Habit, habits
@@ -94,7 +94,7 @@ class Traffic:
     def __post_init__(self) -> None:
         self.router = Router(
             D2lpm(worker_quantum=1e9),
-            throttling=Throttling("oit", Rules(Limits(USER, APPS), counts=self.counts)),
+            throttling=Throttling("oit", Rules(USER, APPS, counts=self.counts)),
         )
         for worker in WORKERS:
             self.router.handle(WorkerUp(worker, f"http://{worker}"), 0.0)

@@ -44,7 +44,7 @@ from router.gateway.routing.placer import Placer
 from router.placement import build
 from router.throttling import Throttling
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
-from sglang_fair.core.throttle import Limits, Rules
+from sglang_fair.core.throttle import Rules
 from tests.support.budget import examples
 from tests.support.virtual_time import VirtualLoop
 
@@ -189,7 +189,7 @@ async def test_who_was_let_in_is_not_throttled_after_a_restart() -> None:
     """The router that follows knows nothing of the ten minutes; what it hears is a further attempt at a call."""
 
     def throttled() -> Router:
-        return full(throttling=Throttling("rpm", Rules(Limits(user=2))))
+        return full(throttling=Throttling("rpm", Rules(user=2)))
 
     async with gateway(throttled()) as (wire, placer, _):
         await ask(placer, "1")

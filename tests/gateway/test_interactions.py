@@ -10,7 +10,6 @@ import pytest
 from router.events import Arrive, Load
 from router.gateway.app import create_app
 from router.throttling import Throttling
-from sglang_fair.core.throttle import Limits as Limited
 from sglang_fair.core.throttle import Rules
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Overload, Tenant
@@ -33,7 +32,7 @@ NAMED = {"x-fair-client": "c", "x-fair-app": "chat", "x-fair-interaction": "7", 
 
 def oit(calls: int) -> dict[str, Any]:
     """A router that throttles, and lets a user have so many calls."""
-    return {"throttling": Throttling("oit", Rules(Limited(calls)))}
+    return {"throttling": Throttling("oit", Rules(calls))}
 
 
 def fair_headers(c: Cluster) -> dict[str, str]:

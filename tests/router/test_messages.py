@@ -35,7 +35,7 @@ from router.events import (
 from router.placement import PLACEMENTS, build
 from router.throttling import BAD_LIMITS, KINDS, Throttling
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.throttle import Limits, Rules
+from sglang_fair.core.throttle import Rules
 from tests.support.budget import examples
 
 TEXTS = ("", "a", "b", "c", Throttling()._start)
@@ -129,7 +129,7 @@ def routers(placement: str, rng: Random) -> Router:
         page_size=4,
         max_tree_tokens=rng.choice((200, 8_000_000)),
         shares=rng.choice((None, Weights())),
-        throttling=Throttling(rng.choice(KINDS), Rules(Limits(2))),
+        throttling=Throttling(rng.choice(KINDS), Rules(2)),
         swap_finish_s=rng.choice((0.0, 5.0)),
     )
 

@@ -26,7 +26,7 @@ from router.models import meant
 from router.placement import build
 from router.throttling import Throttling
 from router.wire import pack_tokens
-from sglang_fair.core.throttle import Limits, Rules
+from sglang_fair.core.throttle import Rules
 
 PEER = b"g"
 PROMPT = pack_tokens(range(64))
@@ -202,7 +202,7 @@ def test_a_worker_has_only_what_it_can_load() -> None:
 
 
 def test_a_call_is_throttled_by_how_full_its_model_s_workers_are() -> None:
-    rules = Rules(Limits(user=1))
+    rules = Rules(user=1)
     made = router("d2lpm-queue", up("w0", "a"), up("w1", "b"), throttling=Throttling("oit", rules))
     made.handle(Load("w0", 1000, 0, 1000), 0.0)
     made.handle(Load("w1", 0, 0, 1000), 0.0)

@@ -34,7 +34,7 @@ from router.gateway.routing.fleet import Fleet
 from router.placement.d2lpm import D2lpm
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.core.interactions import MOST_CALLS, MOST_OPEN, SILENCE_S, Interaction, Interactions
-from sglang_fair.core.throttle import Limits, Rules
+from sglang_fair.core.throttle import Rules
 from tests.support.budget import examples
 
 PROMPT = bytes(64)
@@ -42,7 +42,7 @@ LIMIT = 3
 
 
 def router(kind: Kind = "oit", user: int | None = LIMIT, workers: str = "ab", **more: object) -> Router:
-    made = Router(D2lpm(worker_quantum=1e9), throttling=Throttling(kind, Rules(Limits(user, **more))))  # type: ignore[arg-type]
+    made = Router(D2lpm(worker_quantum=1e9), throttling=Throttling(kind, Rules(user, **more)))  # type: ignore[arg-type]
     for worker in workers:
         made.handle(WorkerUp(worker, f"http://{worker}"), 0.0)
     return made
@@ -303,7 +303,7 @@ class Remembering:
 
 
 def settling() -> Router:
-    made = Router(D2lpm(worker_quantum=1e9), throttling=Throttling("oit", Rules(Limits(LIMIT)), SETTLE_S))
+    made = Router(D2lpm(worker_quantum=1e9), throttling=Throttling("oit", Rules(LIMIT), SETTLE_S))
     for worker in "ab":
         made.handle(WorkerUp(worker, f"http://{worker}"), 0.0)
     return made
