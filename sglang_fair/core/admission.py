@@ -37,6 +37,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listener
 from sglang_fair.core.lookups import LookUps
+from sglang_fair.core.payers import path_of
 from sglang_fair.core.preemption import Preemption
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Outcome, Record
@@ -287,6 +288,19 @@ class Admission:
         self.queue.finish(job.id)
         for listener in self.listeners:
             listener.finish(job, outcome)
+
+    # ---- the books
+
+    def path(self, root: object, tokens: Sequence[int] | memoryview) -> Sequence[Hashable]:
+        """The blocks of a prompt for `admit` (`payers.path_of`); none where clients do not share prices."""
+        payers = self.queue.account.payers
+        return () if payers is None else path_of(root, tokens, payers.block_tokens)
+
+    def counted(self, *, extend: int = 0, output: int = 0) -> bool:
+        """The engine counted these tokens, from another source than the charges. Whether the books agree."""
+        ledger = self.queue.account.ledger
+        ledger.engine_counted(extend=extend, output=output)
+        return ledger.check()
 
     # ---- what the rules are made of
 

@@ -94,10 +94,11 @@ class _SavedGroup(msgspec.Struct):
         """ValueError if that is more than `most` clients, or no number."""
         if len(self.clients) > most or (self.calls and not self.clients):
             raise ValueError(f"{self.calls} calls of {len(self.clients)} clients")
-        if not all(isfinite(number) for _, *numbers in self.clients for number in numbers):
-            raise ValueError("what is no number")
         found = _Group(most, self.calls)
-        found.clients.update((name, Usual(*numbers)) for name, *numbers in self.clients)
+        for name, calls, *numbers in self.clients:
+            if not all(map(isfinite, numbers)):
+                raise ValueError(f"{numbers!r:.80} are no numbers of tokens")
+            found.clients[name] = Usual(calls, *numbers)
         return found
 
 

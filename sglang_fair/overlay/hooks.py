@@ -49,7 +49,8 @@ from sglang_fair.overlay import (
 )
 from sglang_fair.overlay.clock import Clock, TimedReceiver
 from sglang_fair.overlay.identity import carry_client
-from sglang_fair.overlay.replica import JOB_ATTRIBUTE, ReplicaFairness
+from sglang_fair.overlay.jobs import JOB_ATTRIBUTE
+from sglang_fair.overlay.replica import ReplicaFairness
 from sglang_fair.overlay.status import add_routes, from_settings
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ from sglang_fair.common.identity import (
 )
 from sglang_fair.common.interaction import part_of, read_count
 from sglang_fair.overlay import config
+from sglang_fair.overlay.jobs import CUSTOM_PARAMS_KEY
 from sglang_fair.overlay.model_gate import is_probe
-from sglang_fair.overlay.replica import CUSTOM_PARAMS_KEY
 
 MESSAGES = "/v1/messages"
 

@@ -484,8 +484,7 @@ class Replica:
             pool.take(batch)
             extend_tokens = sum(task.computed - task.start - task.loaded for task in batch)
             self.meters.extend_tokens += extend_tokens
-            queue.account.ledger.engine_counted(extend=extend_tokens)
-            queue.account.ledger.check()
+            self._admission.counted(extend=extend_tokens)
         return batch
 
     def _loaded(self, task: Task, node: Node) -> int:

@@ -46,7 +46,8 @@ def test_what_is_no_number_says_nothing(text: str) -> None:
 )
 def test_it_is_due_by_the_engine_s_clock(headers: dict[str, str], due: float | None) -> None:
     from sglang_fair.overlay.config import Config
-    from sglang_fair.overlay.replica import JOB_ATTRIBUTE, ReplicaFairness
+    from sglang_fair.overlay.jobs import JOB_ATTRIBUTE
+    from sglang_fair.overlay.replica import ReplicaFairness
 
     fair = ReplicaFairness(Config(), "dlpm", orders=True, tree_cache=SimpleNamespace(disable=True))
     fair.now_s = 100.0

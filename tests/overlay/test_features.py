@@ -203,7 +203,7 @@ class TestAnnouncements:
 
         from sglang_fair.common.interaction import Apps
         from sglang_fair.overlay.identity import carry_client
-        from sglang_fair.overlay.replica import job_of
+        from sglang_fair.overlay.jobs import job_of
 
         obj = SimpleNamespace(sampling_params={"custom_params": {"fair": {"unblocks": 99}, "mine": 1}})
         headers = client | dict(zip(("x-fair-call", "x-fair-system-tokens"), said, strict=True))

@@ -38,7 +38,7 @@ def install() -> None:
     left: set[Sequence] = set()
 
     def forget_and_note(fair: Any, job: Any) -> None:
-        request = fair._requests[job.id]
+        request = fair._requests.of(job)
         left.add((request.cache_salt, request.extra_key, (*request.origin_input_ids, *request.output_ids)))
         forget(fair, job)
 

@@ -322,7 +322,8 @@ class Case:
         assert books["charged_output_tokens"] == given, (books, given)
         admission, queue = fair._admission, fair.queue
         for kept in (
-            fair._requests, fair._numbered, fair._given_tokens, fair._taken_back, queue._jobs, queue._clients,
+            fair._requests._requests, fair._requests._numbered, fair._requests._given_tokens, fair._taken_back,
+            queue._jobs, queue._clients,
             queue.account.running, admission._twins._computing,
             *(() if (steps := admission.steps) is None else (steps._present, steps._decoding, steps._runners)),
             *(() if admission.preemption is None else (admission.preemption._times,)),
