@@ -57,6 +57,12 @@ class Task:
             self.answer = answer(self.request.tokens, self.output_limit)
         return self.answer[: written * TOKEN_BYTES]
 
+    def take_back(self, written: int) -> None:
+        """It gives its memory up: its prompt and what it has written are to be computed again."""
+        self.output = written
+        self.tokens, self.found = self.known(written), None
+        self.length = self.prompt_tokens + written
+
     def known(self, written: int) -> bytes:
         """Its prompt and the first `written` tokens of its answer."""
         return self.request.tokens + self.said(written)

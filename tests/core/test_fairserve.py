@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
+from typing import get_args
 
 import pytest
 from hypothesis import example, given, settings
@@ -32,11 +33,13 @@ from sglang_fair.core.interactions import MOST_CALLS, SILENCE_S
 from sglang_fair.core.job import Job
 from sglang_fair.core.normal import ENOUGH
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.throttle import COUNTS, Counts, Rules
+from sglang_fair.core.throttle import Counts, Rules
 from sglang_fair.core.vtc import Vtc
 from sglang_fair.core.wsc import Wsc
 from tests.core.test_wsc import Engine, Habit, habits
 from tests.support.budget import examples
+
+COUNTS: tuple[Counts, ...] = get_args(Counts)
 
 USER, APPS = 6, {"chat": 3, "*": 4}
 WORKERS = "ab"

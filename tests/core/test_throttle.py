@@ -1,6 +1,7 @@
 """Throttling by overload and interaction: what is promised (FS-P1 to FS-P4), under adversaries."""
 
 from math import inf
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,6 @@ from hypothesis import strategies as st
 
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.throttle import (
-    COUNTS,
     MOST_REMEMBERED,
     SILENT_S,
     BadLoad,
@@ -18,6 +18,8 @@ from sglang_fair.core.throttle import (
     Refusal,
     Throttle,
 )
+
+COUNTS: tuple[Counts, ...] = get_args(Counts)
 
 USER, APP = 6, 4
 LIMITS = Limits(USER, {"chat": APP, "*": 5})

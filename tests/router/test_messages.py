@@ -161,7 +161,7 @@ def test_no_message_raises_and_every_answer_can_be_sent_and_read(placement: str,
     ("said", "field"),
     [
         (b'{"user": 100000000000000000000000000}', "user"),
-        (b'{"apps": {"a": 1000000001}}', "apps.a"),
+        (b'{"apps": {"a": 1000000001}}', "apps"),
     ],
 )
 def test_limits_that_no_peer_could_be_told_are_refused(said: bytes, field: str) -> None:
