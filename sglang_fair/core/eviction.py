@@ -3,47 +3,20 @@
 A cache is a tree of *pieces*, runs of tokens; only a free leaf can be evicted. A client *claims* every piece on the
 path of a request of its that is served. A piece that k clients claim belongs to each of them in part: a k-th of its
 tokens, with the k of that client's last use. A client *holds* the sum of its parts; its *height* is what it holds over
-its weight, and the *level* is `1 - SLACK` times the greatest height.
+its weight, and the *level* is `1 - SLACK` times the greatest height. `FairEviction` frees space in this order:
 
-`FairEviction` frees space in this order:
-
-    1. what nobody claims, the least recently used first: it is free for all
+    1. what no client claims, the least recently used first: it is free for all
     2. what only clients above the level claim, the least recently used first
     3. if nothing of that is free, the same with half the level, and so on: what can be freed is freed
 
 A claim lapses when clients *below the level* have stored their share of the capacity since its last use, by weight, or
-all clients `MEMORY` times the capacity. So a client that floods the cache, which is above the level, makes nothing of
-others older, while clients that have gone leave their place to those that come, as under LRU. Ages are counted in
-tokens and not in seconds, so that all ranks of a replica decide alike. A replica of 400,000 tokens that computes 10,000
-a second needs more than five minutes for `MEMORY`.
+all clients `MEMORY` times the capacity. Ages are counted in tokens, so that all ranks of a replica decide alike.
 
-What is guaranteed. All clients hold H tokens together, and their weights add up to W.
+Bound: if all clients hold H tokens and their weights add up to W, step 2 takes nothing that a client claims which holds
+at most (1 - SLACK) H w / W. H and W are those of the last reading of the level. Clients without cached tokens do not
+affect the threshold. Proof, and what it is worth against whom: docs/policies.md, "The cache".
 
-    Claim   Step 2 takes nothing that a client claims which holds at most (1 - SLACK) H w / W.
-    Proof   The greatest height is at least the mean by weight, H / W, so the level is at least (1 - SLACK) H / W.
-            Step 2 takes a piece only if all who claim it are above the level.
-
-H and W are those of the last reading of the level: one for each `REFRESH` of the capacity that is stored. H counts
-every claimed piece in full, except where many clients shared one and most of their claims have lapsed: then at least
-half. So a client that uses less than its share of the cache keeps what it used lately, whatever others do:
-
-  - A name that holds nothing changes nothing: the level follows from the greatest height and not from the number of
-    clients. Ten thousand names with a page each take ten thousand pages away from the greatest, and no more. Only a
-    name that holds as much as the greatest shares with it as an equal, as in fair queueing.
-  - Who uses what others use makes their parts smaller or leaves them as they are. A part is never more than the piece,
-    which is what the client would hold if it were alone. And what a client below the level claims is safe for all.
-    The last `MAX_CLAIMS` users of a piece claim it: an earlier one loses its claim to names that are below the level
-    themselves, or to so many clients above it that its share is less than a `MAX_CLAIMS`-th.
-  - Who uses its own again and again makes that recent among the pieces of clients above the level, as with plain LRU.
-    It takes nothing from those below.
-  - A look-up claims nothing. Only a request that is served does, and its client has been charged for that.
-
-Two limits. Step 3 reaches small clients when requests that run lock all that the great ones hold. And a crowd of names
-that each store as much as an honest client makes claims lapse: the order is then that of plain LRU.
-
-A step of a replica frees space a few times. Each piece costs O(log n), reading the heights O(clients). A piece that
-clients above and below the level claim waits in the order of one below and moves when that one has risen: O(log n) for
-each such piece and rise.
+A piece costs O(log n), reading the heights O(clients).
 """
 
 from collections import deque

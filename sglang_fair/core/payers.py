@@ -7,40 +7,15 @@ A prompt is a chain of blocks. A cached block has a price: what was charged for 
     equal     all clients that have used it since it was computed, in equal parts
     per-use   those clients in proportion to how many of their requests have used it
 
-A client that hits the cache is charged its share, and those who paid before are refunded as much. The transfers of one
-admission sum to 0, so all clients together still pay for exactly what was computed. `equal` is settled at each new
-user. `per-use` is settled at each of the first nine uses, then whenever the uses of a segment have grown by an eighth;
-the uses between cost nothing until then. A block that is computed again because the cache lost it starts a new history;
-those who paid for the old one get nothing back. Free for all are what the server computes by its own choice, outputs
-that a later prompt repeats, pieces shorter than a block, and what is forgotten.
+A client that hits the cache is charged its share, and those who paid before are refunded as much: the transfers of one
+admission sum to 0. `equal` is settled at each new user; `per-use` at the first nine uses, then whenever the uses
+of a segment have grown by an eighth. A block that is computed again begins a new history. Free for all are what the
+server computes by its own choice, outputs that a later prompt repeats, pieces shorter than a block, and what is
+forgotten.
 
-Unit of fairness: charged service, that is service plus transfers. Under `equal` and `per-use` a client's counter
-differs from the service that was computed for it, which is what the papers bound.
-Bound: DLPM's theorem holds for charged service if what `Swing` has seen is added to U (the proof is there). Nothing is
-proven for VTC, because a refund lowers a counter, nor for DRR, because a refund between two visits of the ring takes
-the place of a refill.
-Knobs: the rule; `block_tokens`, the smallest piece that is shared; `max_entries`, how many blocks and users of them are
-remembered (35 MB), the least recently used forgotten first; `max_users`, how many clients share one segment: any more
-use it for free, as each share would be below 1/`max_users` of it.
-Cost of an admission: a dictionary look-up for each segment of the path, and one for each of its users when it is
-settled. A segment is a run of blocks with the same history.
-
-What an operator should expect:
-
-- `first` rewards waiting: the second client that needs a system prompt gets it for nothing, and one client pays for it
-  again each time that the cache loses it.
-- `equal` charges a hit at most half of what computing would have cost, so hits stay worth having. One request pays as
-  much as a thousand: this suits tenants of similar size and is hard on an occasional one.
-- `per-use` follows the traffic: whoever sends most pays most, although a hit costs the server nothing.
-- Nobody pays for what none of its own requests has used. Under `equal` a client is charged only when its own request is
-  admitted; under `per-use` also when another client's use settles earlier ones, perhaps while it waits or is gone.
-- Inventing names does not pay: many names of one owner pay a share each under `equal`, and as much as one name under
-  `per-use`. Under `first` they change nothing.
-- Refunds are credit. DLPM keeps it for a client that is gone, which may come back with more than a quantum; VTC and DRR
-  do not. A charge to a client that is gone is a debt in DLPM and DRR; VTC may forget it.
-- Known leaks: a client that floods the cache makes others compute and pay again (under every rule); a refund reveals to
-  its client that another one uses the same prefix; a name that is dropped pays nothing later, so `per-use` does not
-  collect the last eighth from it.
+Bound: DLPM's theorem holds for charged service (service plus transfers) if what `Swing` has seen is added to U; for VTC
+and DRR nothing is proven. Knobs: the rule, `block_tokens`, `max_entries`, `max_users`. An admission costs a look-up for
+each segment of the path, a run of blocks with one history. What to expect: docs/policies.md, "Who pays".
 """
 
 from array import array
@@ -259,13 +234,6 @@ class Sway:
 @dataclass
 class Swing:
     """How far transfers have moved any counter. `most_units` is added to the theorem's U.
-
-    DLPM's proof needs two facts: each counter stays between -U and Q^u, and clients that wait get every refill. The
-    second holds whatever is charged. For the first: without transfers a counter is positive when a request is admitted,
-    and falls by less than U until the next admission; transfers until then, with that admission's own, add `charged`.
-    The counter is at most Q^u after a refill, and otherwise only refunds raise it, by `refunded`, which every later
-    charge uses up first. So it stays between -(U + most charged) and Q^u + most refunded, and two clients differ by at
-    most 2·(U + Q^u + both).
 
     Up to `max_clients` are tracked. One that was dropped is assumed to be as far off as the farthest dropped one.
     """

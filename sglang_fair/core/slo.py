@@ -1,49 +1,20 @@
 """SLO: DLPM, and among the clients with credit the request that is due first goes first (QLM, beyond the paper).
 
-    1  clients with a positive deficit counter, as in DLPM; nobody else, however urgent
+    1  clients with a positive deficit counter, as in DLPM; none else, however urgent
     2  among them those whose next request is of tier 0, within its client's share of the cluster, before tier 1
     3  then by slack, the time that is left until the first token is due, in steps of `STEP_S`; those that are promised
        nothing come last
     4  then calls of interactions that have begun, then the longest cached prefix, then the order of arrival
 
-*Full credit.* A round pays clients with a positive counter as well, up to a full quantum; DLPM pays only those that
-have used theirs up. So a light client has a quantum whenever a round has passed since it was last served, and need not
-wait for a flood's turn because little was left of its own. Nobody is paid more than a quantum a round, and all who wait
-when a round passes have used theirs up, so the theorem's proof holds as it is.
+A round pays clients with a positive counter as well, up to a full quantum. Within one client the order is the same from
+3 on, and `patience` holds. Tier and slack come from the gateway (`common.deadlines`, `common.caller`). Running requests
+may be taken back for one of tier 0 that would miss its deadline otherwise (`core.preemption`).
 
-Within one client the order is the same from 3 on, and `patience` holds. Tier and slack come from the gateway, which
-keeps them to itself (`common.deadlines`, `common.caller`). A step of slack is one of the time at which the request is
-due, so the order does not change while requests wait, and within a step locality decides.
-
-Theorem 4.1 holds for any order among clients with a positive counter, so deadlines cost the bound of DLPM nothing, and
-claiming nearer ones buys no service: only, within the client's share, to be served earlier. For the same reason new
-clients do not go first here, as they do in DLPM; they start with a quantum all the same.
-
-Waiting (ours). A client waits with a request x. Let b be the units that it receives until x is admitted: its own more
-urgent work, what of it runs already, and one request for each `patience` that overtakes. The counters of all others
-were between -U and Q^u when it began, as its own, and each round that pays one of them pays it. So with n clients that
-are served in that time, itself among them, and an engine that serves a units a second, x waits at most
-
-    n·(b + 2·(U + Q^u)) / a,      U = w_e·L_input + w_q·M,
-
-whatever the others claim. Its premises:
-
-    names     each name that is served in this time counts in n, whenever it comes. Without a limit on new names there
-              is none on n; of what new names get together DLPM's limits hold (`newcomers`)
-    weights   those of all are 1. Else, with weights w and U by the least of them, it is
-              sum(w)·(b/w_own + 2·(U + Q^u)) / a
-    the rate  counts charged service while x waits. The server's own work is not among it: health checks, and what is
-              computed again after a retraction or an eviction
-    one rule  with `borrow` 2·Q^u in place of Q^u; without payers that share prices, or U with what these transfer
-
-Running requests may be taken back for one of tier 0 that would miss its deadline otherwise (`core.preemption`).
-
+Bound: DLPM's, 2·(U + Q^u): the theorem holds for any order among clients with a positive counter. With n clients that
+are served meanwhile and an engine that serves a units a second, a request waits at most n·(b + 2·(U + Q^u)) / a, b what
+its client receives until it is admitted, whatever the others claim. Proof and premises: docs/policies.md, `slo`.
 Unit of fairness: service units; with `normalised` average calls, charged as under `wsc-dlpm`, and the quantum is then 2
-of these. Knobs: those of DLPM, `evictions`, and with `normalised` those of `wsc-dlpm`. Trade-off: urgent requests go
-before longer prefixes, which costs hits if many are due at different times.
-Known leaks: those of DLPM. A client that floods its own share with urgent requests delays its own others only, but may
-take others' running requests back, each `evictions` times at most. Within tier 0 the most urgent claim goes first, so
-who always claims 1 ms has its share early.
+of these. Knobs, trade-offs and leaks: as DLPM and docs/policies.md.
 """
 
 from dataclasses import dataclass
