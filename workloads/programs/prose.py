@@ -4,16 +4,24 @@ Every text begins with what is its own (a name, a number, a headline), so two pr
 unless the program wants them to: DLPM's bounds are stated for clients that share none (DLPM §3.2).
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from importlib.resources import files
 from itertools import islice
 from random import Random
 from typing import Protocol
 
 from workloads.programs.call import Prompt
 from workloads.programs.codec import Codec
+
+_WORDS: Mapping[str, Sequence[str]] = {
+    name: found.split() if isinstance(found, str) else found
+    for name, found in json.loads((files(__package__) / "prose.json").read_text(encoding="utf-8")).items()
+}
+"""Words, and templates of sentences."""
 
 
 class Source(Protocol):
@@ -65,26 +73,26 @@ class WordProblems:
     """Questions in the manner of GSM8K, from templates."""
 
     def sentences(self, rng: Random) -> Iterator[str]:
-        who, item = rng.choice(_NAMES), rng.choice(_ITEMS)
-        town, boxes = rng.choice(_NAMES_OF_TOWNS), rng.choice(_BOXES)
+        who, item = rng.choice(_WORDS["names"]), rng.choice(_WORDS["items"])
+        town, boxes = rng.choice(_WORDS["towns"]), rng.choice(_WORDS["boxes"])
         yield f"{who} of {town} has {rng.randint(12, 999)} {item} in {rng.randint(2, 40)} {boxes}."
         while True:
-            template = rng.choice(_EVENTS)
+            template = rng.choice(_WORDS["events"])
             yield template.format(
                 who=who,
-                other=rng.choice(_NAMES),
+                other=rng.choice(_WORDS["names"]),
                 item=item,
-                second=rng.choice(_ITEMS),
+                second=rng.choice(_WORDS["items"]),
                 a=rng.randint(2, 60),
                 b=rng.randint(2, 12),
-                day=rng.choice(_DAYS),
+                day=rng.choice(_WORDS["days"]),
             )
 
     def natural_pieces(self, rng: Random) -> int:
         return rng.randint(3, 5)
 
     def ending(self, rng: Random) -> str:
-        return rng.choice(_QUESTIONS)
+        return rng.choice(_WORDS["questions"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +100,19 @@ class Articles:
     """Plausible news prose about nothing, from word lists."""
 
     def sentences(self, rng: Random) -> Iterator[str]:
-        topic, place = rng.choice(_TOPICS), rng.choice(_NAMES_OF_TOWNS)
+        topic, place = rng.choice(_WORDS["topics"]), rng.choice(_WORDS["towns"])
         year = rng.randint(1890, 2030)
-        yield f"{rng.choice(_NAMES)}'s {topic} of {place}, {year}, volume {rng.randint(1, 9999)}."
+        yield f"{rng.choice(_WORDS['names'])}'s {topic} of {place}, {year}, volume {rng.randint(1, 9999)}."
         while True:
-            template = rng.choice(_CLAIMS)
+            template = rng.choice(_WORDS["claims"])
             yield template.format(
-                who=f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)}",
+                who=f"{rng.choice(_WORDS['names'])} {rng.choice(_WORDS['surnames'])}",
                 topic=topic,
-                place=rng.choice((place, rng.choice(_NAMES_OF_TOWNS))),
-                adjective=rng.choice(_ADJECTIVES),
-                noun=rng.choice(_NOUNS),
-                second=rng.choice(_NOUNS),
-                verb=rng.choice(_VERBS),
+                place=rng.choice((place, rng.choice(_WORDS["towns"]))),
+                adjective=rng.choice(_WORDS["adjectives"]),
+                noun=rng.choice(_WORDS["nouns"]),
+                second=rng.choice(_WORDS["nouns"]),
+                verb=rng.choice(_WORDS["verbs"]),
                 number=rng.randint(3, 9000),
                 year=year + rng.randint(0, 12),
             )
@@ -183,105 +191,3 @@ class Given:
 def seeded(*names: object) -> Random:
     """A generator of its own for each tuple of names, the same in every process."""
     return Random("/".join(str(name) for name in names))
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-_NAMES: Sequence[str] = _words(
-    """
-    Ada Bela Carlos Dina Emil Fatima Goran Hana Ivo Jia Kofi Lena Mateo Nadia Omar Priya Quentin Rosa Sven
-    Tala Umar Vera Wanda Ximena Yusuf Zora Anders Beatriz Chidi Dolores Elif Farid Greta Hugo Ingrid Jonas
-    Keiko Luca
-    """
-)
-_SURNAMES: Sequence[str] = _words(
-    """
-    Abbott Baran Costa Dvorak Eze Fischer Garcia Haddad Ito Jansen Kowalski Lindgren Moreau Novak Okafor
-    Petrov Quist Rossi Sato Tanaka Ueda Varga Weber Xu Yilmaz Zeman
-    """
-)
-_NAMES_OF_TOWNS: Sequence[str] = _words(
-    """
-    Ashford Brackwater Calder Dunmore Eastmere Farrow Glenholm Harwick Inverley Juniper Kestrel Larkhill
-    Marlow Northam Oakridge Pellworth Quarry Redfield Stonebridge Thornbury Upwell Vantage Westering Yarrow
-    """
-)
-_ITEMS: Sequence[str] = _words(
-    """
-    apples marbles stickers pencils eggs buttons coins cards seashells muffins tulips books beads oranges
-    stamps bricks candles ribbons tickets acorns bottles lanterns
-    """
-)
-_BOXES: Sequence[str] = _words(
-    """
-    boxes bags baskets crates jars drawers trays shelves
-    """
-)
-_DAYS: Sequence[str] = _words(
-    """
-    Monday Tuesday Wednesday Thursday Friday Saturday Sunday
-    """
-)
-_EVENTS: Sequence[str] = (
-    "On {day} {who} gives {a} of them to {other}, who already has {b} times as many.",
-    "{other} brings {a} bags with {b} {item} in each bag.",
-    "Then {who} sells {a} {item} for ${b} each and buys {second} with half of the money.",
-    "Every {day}, {b} out of every {a} {item} get lost on the way home.",
-    "{who} trades {a} {item} for {b} {second} with {other}.",
-    "After that, {other} splits the {second} equally among {b} friends.",
-    "A box holds {b} {item}, and {who} fills {a} boxes before lunch.",
-    "The price of {second} rises by {a} percent on {day}.",
-    "{other} works {b} hours at ${a} an hour and spends it all on {item}.",
-    "It takes {who} {a} minutes to count {b} dozen {item}.",
-)
-_QUESTIONS: Sequence[str] = (
-    "How many are left at the end of the week?",
-    "How much money is there in total?",
-    "How many does each friend get?",
-    "How many more are needed to fill every box?",
-    "What is the difference between the two amounts?",
-)
-_TOPICS: Sequence[str] = (
-    "almanac of bridges",
-    "history of the harbour",
-    "report on the water supply",
-    "survey of the old mills",
-    "review of the winter market",
-    "study of river birds",
-    "account of the railway strike",
-    "inquiry into the glass works",
-    "guide to the orchards",
-    "chronicle of the lighthouse",
-)
-_ADJECTIVES: Sequence[str] = _words(
-    """
-    narrow costly forgotten ambitious fragile seasonal disputed careful uneven public modest remarkable slow
-    practical northern temporary reliable
-    """
-)
-_NOUNS: Sequence[str] = _words(
-    """
-    bridge council harvest pipeline ferry workshop archive tariff festival reservoir school market turbine
-    census railway garden hospital quarry ledger signal contract
-    """
-)
-_VERBS: Sequence[str] = _words(
-    """
-    delayed repaired praised doubled financed inspected abandoned measured replaced redesigned defended
-    surveyed
-    """
-)
-_CLAIMS: Sequence[str] = (
-    "According to {who}, the {adjective} {noun} near {place} was {verb} in {year} for {number} crowns.",
-    "Few residents expected that the {noun} would outlast the {second}, yet {number} came in {year}.",
-    "{who} argued that every {adjective} {noun} depends on a {second} that nobody has {verb}.",
-    "The {second} of {place} recorded {number} cases, most of them linked to the {adjective} {noun}.",
-    "By {year} the committee had {verb} the {noun} twice, and the {second} remained {adjective}.",
-    "In a letter to {place}, {who} called the {topic} a {adjective} attempt to explain the {noun}.",
-    "Engineers {verb} the {noun} first, because the {second} could carry only {number} tons.",
-    "Critics answered that a {adjective} {second} is no substitute for a {noun} that works.",
-    "The figures for {year} show {number} entries, although {who} counted fewer.",
-    "What remains of the {noun} can be seen in {place}, beside the {adjective} {second}.",
-)

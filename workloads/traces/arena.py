@@ -4,16 +4,16 @@ A file is JSON lines of `arrival_s`, `client`, `input_tokens` and `output_tokens
 https://github.com/Ying1123/VTC-artifact, drawn from https://huggingface.co/datasets/lmsys.
 """
 
-from collections.abc import Mapping
 from math import exp
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from workloads.arrivals import GammaArrivals
 from workloads.programs.prose import seeded
-from workloads.traces.lines import number, read_lines, whole
-from workloads.traces.trace import Trace, TraceRequest
+from workloads.traces.trace import Trace, TraceRequest, read_lines
 
 NAME = "arena"
 
@@ -32,16 +32,17 @@ def arena(path: Path | None = None, *, seed: str = "0") -> Trace:
     answers from 2 to 977, 256 on average (Gamma with the artifact's variation of 0.8). Raises ValueError,
     with file and line number, for a line that is no such request.
     """
-    return Trace.of(NAME, read_lines(path, _request)) if path is not None else _stand_in(seed)
+    return Trace.of(NAME, read_lines(path, _Line, _Line.request)) if path is not None else _stand_in(seed)
 
 
-def _request(fields: Mapping[str, Any]) -> TraceRequest:
-    client = fields.get("client")
-    if not isinstance(client, str) or not client:
-        raise ValueError(f"`client` must be a name, not {client!r}")
-    return TraceRequest(
-        number(fields, "arrival_s"), client, whole(fields, "input_tokens"), whole(fields, "output_tokens")
-    )
+class _Line(msgspec.Struct):
+    arrival_s: float
+    client: Annotated[str, msgspec.Meta(min_length=1)]
+    input_tokens: int
+    output_tokens: int
+
+    def request(self) -> TraceRequest:
+        return TraceRequest(self.arrival_s, self.client, self.input_tokens, self.output_tokens)
 
 
 def _stand_in(seed: str) -> Trace:

@@ -10,18 +10,19 @@ is the system prompt), and each belongs to one of N clients by a Zipf draw: the 
 first one's conversations.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from math import exp, log
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from workloads.arrivals import GammaArrivals
 from workloads.programs.prose import seeded
-from workloads.traces.lines import number, read_lines, whole
-from workloads.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
+from workloads.traces.trace import BLOCK_TOKENS, Trace, TraceRequest, read_lines
 
 NAME = "mooncake"
 
@@ -48,7 +49,7 @@ def mooncake(path: Path | None = None, *, clients: int = 100, skew: float = 1.0,
     """
     if clients < 1 or not 0 <= skew < float("inf"):
         raise ValueError(f"a trace needs clients, and a skew of at least 0: {clients!r}, {skew!r}")
-    trace = Trace.of(NAME, read_lines(path, _request)) if path is not None else _stand_in(seed)
+    trace = Trace.of(NAME, read_lines(path, _Line, _Line.request)) if path is not None else _stand_in(seed)
     weights = [1 / rank**skew for rank in range(1, clients + 1)]
     names = [f"{NAME}-{rank}" for rank in range(1, clients + 1)]
     owners: dict[tuple[int, ...], str] = {}
@@ -62,17 +63,14 @@ def mooncake(path: Path | None = None, *, clients: int = 100, skew: float = 1.0,
     )
 
 
-def _request(fields: Mapping[str, Any]) -> TraceRequest:
-    blocks = fields.get("hash_ids")
-    if not isinstance(blocks, list) or not blocks or not all(type(block) is int for block in blocks):
-        raise ValueError(f"`hash_ids` must be a list of whole numbers, not {blocks!r}")
-    return TraceRequest(
-        number(fields, "timestamp") / 1000,
-        NAME,
-        whole(fields, "input_length"),
-        whole(fields, "output_length"),
-        tuple(blocks),
-    )
+class _Line(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
+
+    def request(self) -> TraceRequest:
+        return TraceRequest(self.timestamp / 1000, NAME, self.input_length, self.output_length, self.hash_ids)
 
 
 def _stand_in(seed: str) -> Trace:

@@ -5,11 +5,15 @@ which blocks of 512 tokens a prompt consists of, equal blocks hold equal tokens:
 the blocks that the trace says.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import floor
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from workloads.arrivals import GivenArrivals
 from workloads.clients import Client
@@ -109,6 +113,22 @@ class Trace:
             )
             for name, requests in by_name.items()
         )
+
+
+LineT = TypeVar("LineT")
+
+
+def read_lines(path: Path, kind: type[LineT], convert: Callable[[LineT], TraceRequest]) -> list[TraceRequest]:
+    """The requests of a file of JSON lines. ValueError names file and line."""
+    requests = []
+    with path.open("rb") as lines:
+        for place, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    requests.append(convert(msgspec.json.decode(line, type=kind, strict=False)))
+                except ValueError as error:
+                    raise ValueError(f"{path}:{place}: {error}") from error
+    return requests
 
 
 @dataclass(frozen=True, slots=True)
