@@ -5,10 +5,8 @@ for a cluster assume. A client that runs dry for a moment loses what it is owed,
 longer bounded; so a doubtful moment ends an interval here.
 
 With samples, service is what the replicas have charged. A client is backlogged from one round of samples to the next
-if every replica reports a waiting request of the client in both, and its queue was not empty in between. The replica
-says so by `backlog`, a number that changes each time the client begins to wait. Where replicas have no such number, the
-records must show it: at each instant each replica had a request of the client that was sent at least `MARGIN_S` before
-and had its first token at least that much later.
+if every replica reports a waiting request of the client in both, and its queue was not empty in between: `backlog` is
+a number that changes each time the client begins to wait.
 
 Without samples, only records are left: a request then waits from when it was sent until its first token. This
 overstates waiting by transport and prefill, so the difference may exceed the bound.
@@ -24,9 +22,6 @@ from itertools import pairwise
 
 from sglang_fair.core.fairness import Curve, Interval, common, merge, service_difference, service_lag
 from workloads.records import Run, Sample
-
-MARGIN_S = 0.2
-"""Upper bound on the time for a request's way to its replica's queue, and for its prefill and the way back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +87,6 @@ def _from_samples(
         for _, samples in sorted(rounds.items())
         if len(samples) == workers
     ]
-    seen = _from_records(run, names, MARGIN_S)
     curves: dict[str, Curve] = {}
     waiting: dict[str, list[Interval]] = {}
     for name in names:
@@ -108,38 +102,26 @@ def _from_samples(
             # The end is included: the round that confirms the backlog is part of it.
             (start_s, math.nextafter(end_s, math.inf))
             for (start_s, before), (end_s, after) in pairwise(accounts_at)
-            if _waits(before, after, seen[name], (start_s, end_s))
+            if all(_waits(before[worker], after[worker]) for worker in before)
         ]
     return curves, waiting
 
 
-def _waits(
-    before: Mapping[str, Mapping[str, float]],
-    after: Mapping[str, Mapping[str, float]],
-    seen: Sequence[Interval],
-    between: Interval,
-) -> bool:
-    """Whether a client waited at every replica from one round to the next."""
-    accounts = [account for by_worker in (before, after) for account in by_worker.values()]
-    if not all(account.get("waiting", 0) > 0 for account in accounts):
-        return False
-    if all("backlog" in account for account in accounts):
-        return all(before[worker]["backlog"] == after[worker]["backlog"] for worker in before)
-    return any(start <= between[0] and between[1] <= end for start, end in seen)
+def _waits(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+    """Whether a client waited at a replica from one round to the next."""
+    waited = before.get("waiting", 0) > 0 and after.get("waiting", 0) > 0
+    return waited and "backlog" in before and before["backlog"] == after.get("backlog")
 
 
-def _from_records(run: Run, names: Sequence[str], margin_s: float = 0.0) -> Mapping[str, Sequence[Interval]]:
-    """Times in which every replica has a request of the client that was sent and has no token yet.
-
-    A request counts from `margin_s` after it was sent until `margin_s` before its first token.
-    """
+def _from_records(run: Run, names: Sequence[str]) -> Mapping[str, Sequence[Interval]]:
+    """Times in which every replica has a request of the client that was sent and has no token yet."""
     workers = run.manifest.workers or len({record.worker for record in run.requests})
     spans: dict[tuple[str, str], list[Interval]] = defaultdict(list)
     for record in run.requests:
         if record.t_start_s is not None and (record.worker is not None or workers == 1):
             end_s = record.t_done_s if record.t_first_token_s is None else record.t_first_token_s
             place = "" if workers == 1 else str(record.worker)
-            spans[record.client, place].append((record.t_start_s + margin_s, end_s - margin_s))
+            spans[record.client, place].append((record.t_start_s, end_s))
     places = sorted({place for _, place in spans})
     if not places or len(places) < workers:
         return dict.fromkeys(names, ())

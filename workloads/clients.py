@@ -7,9 +7,9 @@ only on (seed, client), so every scheduler sees the same load.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import exp
-from typing import Any
+from typing import Any, NamedTuple
 
 from workloads.arrivals import Arrivals, GammaArrivals
 from workloads.programs.call import Program
@@ -107,64 +107,55 @@ class Texts:
     documents: Source = field(default_factory=Passages)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tot:
-    tree: TreeOfThought
-    question_tokens: int | None
-    factor: int = 1
+class Shape(NamedTuple):
+    """A kind of program: how many requests it has, and how one begins, of (seed, client, index)."""
 
-    @property
-    def requests(self) -> int:
-        return self.tree.requests
+    requests: int
+    begin: Callable[[str, str, int, Texts, Codec], Program]
 
-    def begin(self, seed: str, client: str, index: int, texts: Texts, codec: Codec) -> Program:
+
+def _tot(scale: Scale, *, branches: int | None = None, questions: int = 1) -> Shape:
+    """`questions` are in one prompt."""
+    tree = TreeOfThought(branches or scale.good_branches, scale.height, scale.thought_tokens)
+
+    def begin(seed: str, client: str, index: int, texts: Texts, codec: Codec) -> Program:
         rng = seeded(seed, client, "question", index)
-        if self.question_tokens is not None:
-            return self.tree.program(
-                draw(texts.questions, rng, codec, self.question_tokens * self.factor), codec
-            )
-        parts = [draw(texts.questions, rng, codec) for _ in range(self.factor)]
-        return self.tree.program(codec.join(*parts), codec)
+        if scale.question_tokens is not None:
+            return tree.program(draw(texts.questions, rng, codec, scale.question_tokens * questions), codec)
+        parts = [draw(texts.questions, rng, codec) for _ in range(questions)]
+        return tree.program(codec.join(*parts), codec)
+
+    return Shape(tree.requests, begin)
 
 
-@dataclass(frozen=True, slots=True)
-class _Judging:
-    judge: Judge
-    article_tokens: int | None
-    preamble_tokens: int = 0
+def _judge(scale: Scale, *, dimensions: int | None = None, preamble_tokens: int = 0) -> Shape:
+    judge = Judge(dimensions or scale.good_dimensions, scale.judgement_tokens)
 
-    @property
-    def requests(self) -> int:
-        return self.judge.requests
-
-    def begin(self, seed: str, client: str, index: int, texts: Texts, codec: Codec) -> Program:
-        article = draw(texts.articles, seeded(seed, client, "article", index), codec, self.article_tokens)
-        if self.preamble_tokens:
+    def begin(seed: str, client: str, index: int, texts: Texts, codec: Codec) -> Program:
+        article = draw(texts.articles, seeded(seed, client, "article", index), codec, scale.article_tokens)
+        if preamble_tokens:
             rng = seeded(seed, client, "preamble", index)
-            article = codec.join(draw(texts.articles, rng, codec, self.preamble_tokens), article)
-        return self.judge.program(article, codec)
+            article = codec.join(draw(texts.articles, rng, codec, preamble_tokens), article)
+        return judge.program(article, codec)
+
+    return Shape(judge.requests, begin)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    qa: DocumentQa
-    document_tokens: int
-    spread: float
-    question_tokens: int
+def _qa(scale: Scale, *, documents: int = 1) -> Shape:
+    """A document is as long as so many."""
+    qa, spread = DocumentQa(scale.questions, scale.document_answer_tokens), scale.document_spread
+    mean_tokens = scale.document_tokens * documents
 
-    @property
-    def requests(self) -> int:
-        return self.qa.requests
-
-    def begin(self, seed: str, client: str, index: int, texts: Texts, codec: Codec) -> Program:
+    def begin(seed: str, client: str, index: int, texts: Texts, codec: Codec) -> Program:
         rng = seeded(seed, client, "document", index)
-        factor = exp(self.spread * rng.gauss(0.0, 1.0) - self.spread**2 / 2)
-        document = draw(texts.documents, rng, codec, max(1, round(self.document_tokens * factor)))
-        questions = [draw(Passages(), rng, codec, self.question_tokens) for _ in range(self.qa.questions)]
-        return self.qa.program(document, questions, codec)
+        factor = exp(spread * rng.gauss(0.0, 1.0) - spread**2 / 2)
+        document = draw(texts.documents, rng, codec, max(1, round(mean_tokens * factor)))
+        questions = [
+            draw(Passages(), rng, codec, scale.document_question_tokens) for _ in range(qa.questions)
+        ]
+        return qa.program(document, questions, codec)
 
-
-_Shape = _Tot | _Judging | _Asking
+    return Shape(qa.requests, begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +163,8 @@ class Scenario:
     """One well-behaved and one badly behaved kind of client, as a function of the scale."""
 
     app: str
-    good: Callable[[Scale], _Shape]
-    bad: Callable[[Scale], _Shape]
+    good: Callable[[Scale], Shape]
+    bad: Callable[[Scale], Shape]
     bad_rate: Callable[[Scale], float] = lambda scale: 1.0
     """The bad client's rate, as a multiple of a good client's."""
 
@@ -192,7 +183,7 @@ class Scenario:
         """`good-0`, `good-1`, ... with `rate_per_s` programs per second each, and `bad` with `bad_rate` times that."""
         sources = texts or Texts()
 
-        def client(name: str, shape: _Shape, well_behaved: bool) -> Client:
+        def client(name: str, shape: Shape, well_behaved: bool) -> Client:
             rate = rate_per_s if well_behaved else rate_per_s * self.bad_rate(scale)
             return Client(
                 name=name,
@@ -208,49 +199,15 @@ class Scenario:
         return (*good, client("bad", self.bad(scale), False)) if with_bad else tuple(good)
 
 
-def _good_tot(scale: Scale) -> _Tot:
-    tree = TreeOfThought(scale.good_branches, scale.height, scale.thought_tokens)
-    return _Tot(tree, scale.question_tokens)
-
-
-def _many_branches(scale: Scale) -> _Tot:
-    good = _good_tot(scale)
-    return replace(good, tree=replace(good.tree, branches=scale.bad_branches))
-
-
-def _long_question(scale: Scale) -> _Tot:
-    return replace(_good_tot(scale), factor=scale.bad_question_factor)
-
-
-def _good_judge(scale: Scale) -> _Judging:
-    return _Judging(Judge(scale.good_dimensions, scale.judgement_tokens), scale.article_tokens)
-
-
-def _many_dimensions(scale: Scale) -> _Judging:
-    good = _good_judge(scale)
-    return replace(good, judge=replace(good.judge, dimensions=scale.bad_dimensions))
-
-
-def _long_article(scale: Scale) -> _Judging:
-    return replace(_good_judge(scale), preamble_tokens=scale.bad_preamble_tokens)
-
-
-def _good_qa(scale: Scale) -> _Asking:
-    qa = DocumentQa(scale.questions, scale.document_answer_tokens)
-    return _Asking(qa, scale.document_tokens, scale.document_spread, scale.document_question_tokens)
-
-
-def _long_document(scale: Scale) -> _Asking:
-    return replace(_good_qa(scale), document_tokens=scale.document_tokens * scale.bad_document_factor)
-
-
 SCENARIOS: Mapping[str, Scenario] = {
-    "tot-s1": Scenario("tot", _good_tot, _many_branches),
-    "judge-s1": Scenario("judge", _good_judge, _many_dimensions),
-    "tot-s2": Scenario("tot", _good_tot, _long_question),
-    "judge-s2": Scenario("judge", _good_judge, _long_article),
-    "qa-s1": Scenario("qa", _good_qa, _good_qa, lambda scale: scale.bad_rate_factor),
-    "qa-s2": Scenario("qa", _good_qa, _long_document),
+    "tot-s1": Scenario("tot", _tot, lambda scale: _tot(scale, branches=scale.bad_branches)),
+    "judge-s1": Scenario("judge", _judge, lambda scale: _judge(scale, dimensions=scale.bad_dimensions)),
+    "tot-s2": Scenario("tot", _tot, lambda scale: _tot(scale, questions=scale.bad_question_factor)),
+    "judge-s2": Scenario(
+        "judge", _judge, lambda scale: _judge(scale, preamble_tokens=scale.bad_preamble_tokens)
+    ),
+    "qa-s1": Scenario("qa", _qa, _qa, lambda scale: scale.bad_rate_factor),
+    "qa-s2": Scenario("qa", _qa, lambda scale: _qa(scale, documents=scale.bad_document_factor)),
 }
 
 

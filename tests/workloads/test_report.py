@@ -192,18 +192,6 @@ def test_a_queue_that_ran_dry_between_two_samples_was_not_backlogged():
     assert summarize(run_of(*sampled(both[:1]), *dry)).service_difference is None
 
 
-def test_where_replicas_do_not_count_that_the_records_must_show_the_waiting():
-    both = [{"bad": (0, 1), "good": (0, 1)}, {"bad": (50, 1), "good": (0, 1)}]
-    silent = [replace(sample, t_s=sample.t_s + 1) for sample in sampled(both)]
-    for sample in silent:
-        for account in sample.clients.values():
-            del account["backlog"]
-    waited = [request(name, 0.0, 3.0, 4.0) for name in CLIENTS]
-    assert summarize(run_of(*silent, *waited)).service_difference == 50
-    assert summarize(run_of(*silent, waited[0], request("good", 0.0, 2.1, 4.0))).service_difference is None
-    assert summarize(run_of(*silent)).service_difference is None
-
-
 def test_without_samples_waiting_is_sent_and_not_yet_answered():
     summary = summarize(
         run_of(

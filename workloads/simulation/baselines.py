@@ -114,9 +114,29 @@ class _Queueing(Memoryless):
     def give_up(self, request: Request) -> None:
         self._gone.add(request.id)
 
-    def _see(self, workers: Sequence[WorkerView]) -> None:
+    def place(
+        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
+    ) -> str | None:
+        return self._take(request, now_s)
+
+    def next(
+        self,
+        workers: Sequence[WorkerView],
+        match: Callable[[Request], Match],
+        may: May,
+        now_s: float = 0.0,
+    ) -> tuple[Request, str] | None:
         for view in workers:
             self.places[view.name].overrun_tokens = view.overrun_tokens
+        return self._pull(now_s)
+
+    def _take(self, request: Request, now_s: float) -> str | None:
+        """A request has come: the worker that gets it at once, or none."""
+        raise NotImplementedError
+
+    def _pull(self, now_s: float) -> tuple[Request, str] | None:
+        """The next of those that wait, with its worker."""
+        return None
 
     def _entry(self, request: Request, first: float | None = None) -> Entry:
         """Of a heap: by when it is due, if nothing else is to be `first`; then in order of arrival."""
@@ -142,20 +162,11 @@ class Edf(_Queueing):
         self._prefers_loaded = prefers_loaded
         self._heap: list[Entry] = []
 
-    def place(
-        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
-    ) -> str | None:
+    def _take(self, request: Request, now_s: float) -> str | None:
         heappush(self._heap, self._entry(request, None if self.by_deadline else now_s))
         return None
 
-    def next(
-        self,
-        workers: Sequence[WorkerView],
-        match: Callable[[Request], Match],
-        may: May,
-        now_s: float = 0.0,
-    ) -> tuple[Request, str] | None:
-        self._see(workers)
+    def _pull(self, now_s: float) -> tuple[Request, str] | None:
         for place in self.places.values():
             if place.bound and place.loaded is not None and place.target is None:
                 return place.bound.pop(0)[1], place.name
@@ -189,19 +200,11 @@ class Shepherd(_Queueing):
         self._longest = longest_tokens
         self._waiting: dict[str, list[Entry]] = {}
 
-    def place(
-        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
-    ) -> str | None:
+    def _take(self, request: Request, now_s: float) -> str | None:
         heappush(self._waiting.setdefault(request.model, []), self._entry(request))
         return None
 
-    def next(
-        self,
-        workers: Sequence[WorkerView],
-        match: Callable[[Request], Match],
-        may: May,
-        now_s: float = 0.0,
-    ) -> tuple[Request, str] | None:
+    def _pull(self, now_s: float) -> tuple[Request, str] | None:
         for place in self.places.values():
             if place.target is None and place.loaded is not None:
                 if place.bound:
@@ -263,23 +266,14 @@ class Spread(_Queueing):
         self._by, self._rng, self._turn = by, Random(seed), 0
         self._heaps: dict[str, list[Entry]] = {}
 
-    def place(
-        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
-    ) -> str | None:
+    def _take(self, request: Request, now_s: float) -> str | None:
         names = list(self.places)
         self._turn += 1
         at = self._turn % len(names) if self._by == "turn" else self._rng.randrange(len(names))
         heappush(self._heaps.setdefault(names[at], []), self._entry(request))
         return None
 
-    def next(
-        self,
-        workers: Sequence[WorkerView],
-        match: Callable[[Request], Match],
-        may: May,
-        now_s: float = 0.0,
-    ) -> tuple[Request, str] | None:
-        self._see(workers)
+    def _pull(self, now_s: float) -> tuple[Request, str] | None:
         for name, heap in self._heaps.items():
             place = self.places[name]
             first = self._first(heap)
@@ -294,20 +288,9 @@ class Spread(_Queueing):
 class Push(_Queueing):
     """No queue."""
 
-    def place(
-        self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
-    ) -> str | None:
+    def _take(self, request: Request, now_s: float) -> str | None:
         able = [one for one in self.places.values() if one.loaded == request.model]
         return min(able, key=lambda one: (one.tokens / one.kv_tokens, one.name)).name
-
-    def next(
-        self,
-        workers: Sequence[WorkerView],
-        match: Callable[[Request], Match],
-        may: May,
-        now_s: float = 0.0,
-    ) -> tuple[Request, str] | None:
-        return None
 
 
 BASELINES: Mapping[str, type[Placement]] = {
