@@ -151,15 +151,6 @@ def test_a_row_is_ratios_within_a_repeat_and_their_median():
     assert "ours, dlpm" in render([beside])
 
 
-def test_the_client_that_fares_worst_is_the_rows():
-    runs = {
-        (BY_DLPM, Scene(light=2)): [Observed(0, {}, {"light-0": 1.0, "light-1": 2.0}, 0.1)],
-        (BY_DLPM, Scene(TRICKLE, light=2)): [Observed(0, {}, {"light-0": 6.0, "light-1": 3.0}, 0.1)],
-    }
-    (row,) = rows(runs)
-    assert (row.clients, row.slowdown_over_n, row.program_s) == (3, 2.0, 6.0)
-
-
 def test_what_stands_behind_dashes_is_for_our_clusters():
     base = Cluster(
         replicas=2,

@@ -6,7 +6,7 @@ import pytest
 
 from workloads.arrivals import EvenArrivals
 from workloads.clients import SCENARIOS, Scale, chat_client, fixed_length_client
-from workloads.datasets import read_articles, read_questions
+from workloads.datasets import read_questions
 from workloads.programs import (
     Call,
     Chat,
@@ -183,23 +183,6 @@ def test_the_bad_client_of_each_scenario_misbehaves_as_in_the_paper():
     assert begun("qa-s2")[2:] == (8, 8)
 
 
-def test_the_bad_client_of_document_questions_sends_more_often_or_longer_documents():
-    scale = Scale(good_clients=1, bad_rate_factor=3.0, document_spread=0.0, document_tokens=1000)
-    good, bad = SCENARIOS["qa-s1"].clients(scale=scale, rate_per_s=5.0, codec=BYTES)
-    sent = [len(client.arrival_times(until_s=200.0)) for client in (good, bad)]
-    assert sent == pytest.approx([1000, 3000], rel=0.1)
-    good, bad = SCENARIOS["qa-s2"].clients(scale=scale, rate_per_s=5.0, codec=BYTES)
-    lengths = [{len(call.prompt) - 24 for call in run(client.program(0))} for client in (good, bad)]
-    assert lengths == [{1000}, {2000}]
-
-
-def test_articles_are_read_from_a_folder_and_from_a_file(tmp_path):
-    (tmp_path / "b.txt").write_text("Second.")
-    (tmp_path / "a.txt").write_text("First.\n\nStill first.")
-    assert read_articles(tmp_path).texts == ("First.\n\nStill first.", "Second.")
-    assert read_articles(tmp_path / "a.txt").texts == ("First.", "Still first.")
-
-
 def test_a_bad_line_of_questions_is_named(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "Why?"}\n{"answer": 3}\n')
@@ -233,15 +216,6 @@ def test_a_turns_prompt_begins_with_the_one_before_and_what_the_model_said(codec
         expected = turn.words if said is None else codec.join(said, codec.encode("\n"), turn.words)
         assert call.prompt == expected
         said = codec.join(call.prompt, codec.answer(answer(number, call)))
-
-
-def test_a_turn_that_failed_ends_the_conversation():
-    turns = [Turn(f"words {k}", 5) for k in range(4)]
-    calls = run(
-        Chat().program(turns, TextCodec()),
-        lambda number, _: Reply("x", outcome=Outcome.FAILED if number == 1 else Outcome.OK),
-    )
-    assert len(calls) == 2
 
 
 def test_conversations_have_the_papers_lengths_on_average():

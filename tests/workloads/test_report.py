@@ -104,12 +104,6 @@ def test_latency_is_of_well_behaved_programs_from_their_arrival():
     assert not summary.p99_at_least
 
 
-def test_latency_is_averaged_over_the_well_behaved_clients():
-    clients = {name: {"well_behaved": True} for name in ("a", "b")}
-    rows = [program("a", 0.0, 2.0), program("b", 0.0, 4.0)]
-    assert summarize(run_of(*rows, clients=clients)).well_behaved_p50_s == pytest.approx(3.0)
-
-
 def test_a_program_that_was_cut_off_counts_as_a_lower_bound():
     rows = [program("good", 0.0, 1.0), program("good", 2.0, None, "cancelled")]
     good = summarize(run_of(*rows)).clients["good"]
@@ -206,16 +200,6 @@ def test_without_samples_waiting_is_sent_and_not_yet_answered():
     assert summary.service_difference == 30
     assert summary.backlog_s == pytest.approx(4.0)
     assert summary.bound == 99.0
-
-
-def test_without_samples_too_waiting_must_be_everywhere():
-    rows = [request(name, 0.0, 5.0, 6.0, worker="r0") for name in CLIENTS]
-    assert summarize(run_of(*rows, workers=2)).service_difference is None
-
-
-def test_a_run_that_was_cut_off_is_not_summarized():
-    with pytest.raises(ValueError, match="cut off"):
-        summarize(Run(manifest()))
 
 
 def test_records_are_read_as_they_were_written_and_bad_ones_are_named(tmp_path):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from workloads.programs import TextCodec
 from workloads.records import End, Manifest, Records
 from workloads.runs import options
 from workloads.runs.case import LOADS, ComparedRun, parts
@@ -39,12 +38,6 @@ def test_the_rate_follows_from_the_capacity():
         rates = case.with_capacity("tot-s1", 8.0).with_capacity("judge-s1", 4.0).rates_per_s
         assert rates == {"tot-s1": LOADS["tot"] * 8 / 4, "judge-s1": LOADS["judge"] * 4 / 4}
         assert replace(case, load=0.5).with_capacity("tot-s1", 8.0).rates_per_s == {"tot-s1": 1.0}
-
-
-def test_a_burst_is_of_well_behaved_clients_and_all_at_once():
-    clients = LiveCase().burst("tot-s1", TextCodec())
-    assert [client.name for client in clients] == ["good-0", "good-1", "good-2"]
-    assert max(client.arrival_times(until_s=10.0, most=4)[-1] for client in clients) < 0.1
 
 
 def test_a_run_is_recorded_when_its_records_have_an_end(tmp_path):

@@ -268,6 +268,7 @@ def test_ctrl_c_ends_with_the_report_of_what_there_is(tokenizer, capsys):
         (["--concurrency", "0"], "concurrency must be positive, not 0"),
         (["--workload", "tot-s1", "--questions", "/nowhere"], "No such file"),
         (["--rate", "1", "--cost", "free"], "unknown cost"),
+        (["--rate", "1", "--url", "http://127.0.0.1:9"], "there is no endpoint at http://127.0.0.1:9"),
         (["--rate", "1", "--identity", "passport"], "unknown identity"),
         (["--rate", "1", "--model", "gpt-9"], "has no model 'gpt-9'; there are tiny"),
         (["--rate", "1", "--keys", "/nowhere"], "No such file"),
@@ -283,11 +284,6 @@ def test_bad_input_is_one_line(words, error, tokenizer, capsys):
     assert error in said.err
     assert said.err.count("\n") == 1
     assert not peer.bodies
-
-
-def test_an_endpoint_that_is_not_there_is_said_before_anything_is_sent(capsys):
-    assert main(["--url", "http://127.0.0.1:9", "--rate", "1"]) == 2
-    assert "there is no endpoint at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 # ---- models and identities
@@ -364,13 +360,6 @@ def test_the_warm_up_is_in_no_number():
     assert report == fairness_report(run_of(*late), warm_up_s=2.0)
     assert report.clients[0].service_rate == pytest.approx(20 / 8)
     assert report.tokens_per_s == pytest.approx(30 / 8)
-
-
-def test_what_was_begun_in_the_warm_up_is_served_in_the_span():
-    report = fairness_report(run_of(request("a", 1.0, 1.5, 5.0), request("b", 3.0, 3.5, 4.0)), warm_up_s=2.0)
-    first = report.clients[0]
-    assert first.requests == 0
-    assert first.service_rate == pytest.approx(8 / 8)
 
 
 def test_requests_that_the_end_cut_off_make_percentiles_lower_bounds():

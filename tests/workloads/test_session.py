@@ -92,11 +92,6 @@ def test_programs_of_the_open_loop_arrive_whatever_the_server_does():
     assert {program.outcome for program in world.programs} == {"ok"}
 
 
-def test_a_request_has_its_record_before_its_program_has():
-    world = World([client()], Plan(1.0, drain_s=None)).run()
-    assert [type(row) for row in world.records] == [RequestRecord, ProgramRecord]
-
-
 def test_calls_of_one_step_are_due_together_and_each_after_its_own_thinking_time():
     def talk(_: int) -> Program:
         yield Call("Why?", 3)

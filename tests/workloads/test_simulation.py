@@ -20,7 +20,7 @@ from workloads.programs import Call, PackedCodec, Program, Reply
 from workloads.records import Records, Run, read
 from workloads.session import Plan
 from workloads.simulation import Site, describe, simulate
-from workloads.simulation.command import main
+from workloads.simulation.command import SimulateOptions, main
 from workloads.simulation.comparison import SimulatedCase, carry_out, runs_of
 from workloads.simulation.run import Simulation
 
@@ -422,27 +422,19 @@ def test_the_command_compares_in_processes_as_in_one(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_options_reach_policy_and_placement(monkeypatch):
-    cases = []
-    monkeypatch.setattr("workloads.simulation.command.compare", lambda case, *_: cases.append(case))
-    line = ["--policy-options", "dlpm:patience=5", "--placement-options", "d2lpm:cache_threshold=0.3"]
-    schedulers = ["--schedulers", "d2lpm+dlpm,round_robin+dlpm"]
-    assert main([*line, *schedulers]) == 0
-    first, second = (variant.site for variant in cases[0].variants())
+def test_options_reach_policy_placement_and_caches():
+    given = SimulateOptions(
+        policy_options=["dlpm:patience=5"],
+        placement_options=["d2lpm:cache_threshold=0.3"],
+        schedulers="d2lpm+dlpm,round_robin+dlpm",
+        cache_share="on",
+    )
+    first, second = given.new_case().variants().values()
     assert (first.policy_options, first.placement_options) == ("patience=5", {"cache_threshold": 0.3})
     assert (second.policy_options, second.placement_options) == ("patience=5", {})
-
-
-@pytest.mark.parametrize(
-    ("line", "fair"), [([], False), (["--cache-share", "off"], False), (["--cache-share", "on"], True)]
-)
-def test_replicas_and_router_evict_as_the_command_says(line, fair, monkeypatch):
-    cases = []
-    monkeypatch.setattr("workloads.simulation.command.compare", lambda case, *_: cases.append(case))
-    assert main(line) == 0
-    site = cases[0].site
-    assert site.make_router().tree._evictable.fair == fair
-    assert site.make_replica(0).cache.order.fair == fair
+    for site, fair in ((first, True), (SimulateOptions().new_case().site, False)):
+        assert site.make_router().tree._evictable.fair == fair
+        assert site.make_replica(0).cache.order.fair == fair
 
 
 def test_a_trace_is_replayed(tmp_path, capsys):
@@ -479,12 +471,8 @@ WRONG = {
     "--rate": ["0"],
     "--load": ["-1"],
     "--jobs": ["0"],
-    "--policy-options": ["patience=3", "drr:patience=3", "dlpm:patience=0"],
-    "--placement-options": [
-        "cache_threshold=0.3",
-        "cache_aware:cache_threshold=0.3",
-        "d2lpm:cache_threshold=3",
-    ],
+    "--policy-options": ["patience=3", "dlpm:patience=0"],
+    "--placement-options": ["cache_aware:cache_threshold=0.3"],
     "--cache-share": ["maybe"],
     "--client-weights": ["[]", "{", '{"bad": -1}'],
     "--cost-model": ["nowhere.json", __file__],

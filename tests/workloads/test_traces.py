@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from statistics import mean, median, pstdev
+from statistics import mean, median
 
 import pytest
 from hypothesis import given, settings
@@ -285,11 +285,6 @@ def test_a_mix_has_its_rate_its_shares_and_its_lengths():
     assert {request.output_tokens for request in trace.requests} == {10}
 
 
-def test_rare_bursty_clients_send_no_more_than_their_share():
-    trace = mix([made(shape=0.1)], clients=400, rate_per_s=20.0, duration_s=1000.0, skew=0.0)
-    assert trace.rate_per_s == pytest.approx(20.0, rel=0.07)
-
-
 def test_a_profile_sends_when_it_did_and_what_it_did():
     early, late = (Lengths.of([(tokens, 1.0)]) for tokens in (1, 2))
     windows = [Window(1.0 if k % 2 == 0 else 0.0) for k in range(72)]
@@ -343,11 +338,8 @@ def test_a_profile_is_read_from_its_two_files(tmp_path):
         ("0,1,1,Gamma,1\n", LENGTHS, r"trace\.csv:1: "),
         ("0,1,1,Gamma,1,1\n700,1,1,Gamma,1,1\n", LENGTHS, r"trace\.csv:2: a window must start at 600 s"),
         ("0,1,1,Pareto,1,1\n", LENGTHS, r"trace\.csv:1: gaps are Gamma or Weibull"),
-        ("0,-1,1,Gamma,1,1\n", LENGTHS, r"trace\.csv:1: a rate"),
-        ("0,1,1,Gamma,0,1\n", LENGTHS, r"trace\.csv:1: a shape"),
         ("0,0,0,,0,0\n", LENGTHS, "no window has both"),
         ("0,1,1,Gamma,1,1\n", "{", r"dataset\.json: not lengths"),
-        ("0,1,1,Gamma,1,1\n", '{"5": {}}', r"dataset\.json: not lengths"),
         (
             "0,1,1,Gamma,1,1\n",
             '{"0": {"input_tokens": "{1: x}", "output_tokens": "{}"}}',
@@ -369,17 +361,6 @@ def test_servegens_profiles_are_read_and_mixed():
     trace = mix(profiles, clients=60, rate_per_s=10.0, duration_s=600.0)
     assert trace.rate_per_s == pytest.approx(10.0, rel=0.35)
     assert len({request.client for request in trace.requests}) > 40
-
-
-@pytest.mark.slow
-def test_stand_in_profiles_are_bursty_and_differ():
-    trace = mix(servegen(count=30), clients=30, rate_per_s=50.0, duration_s=600.0, skew=0.0)
-    assert trace.rate_per_s == pytest.approx(50.0, rel=0.1)
-    averages = [
-        mean(request.input_tokens for request in trace.requests if request.client == f"servegen-{k + 1}")
-        for k in range(30)
-    ]
-    assert pstdev(averages) > 0.5 * mean(averages)
 
 
 # ---- both

@@ -75,10 +75,6 @@ def test_cached_tokens_are_free_in_actual_service():
     assert actual == {"a": pytest.approx(quadratic(6, 3, 4))}
 
 
-def test_prices_are_the_manifests_unless_a_cost_is_given():
-    assert Windows(run_of(ONE, extend_weight=2.0, output_weight=5.0)).service(0.0, 20.0) == {"a": 35.0}
-
-
 def test_service_is_divided_by_the_clients_weight():
     windows = Windows(run_of(ONE, request("b", 0.0, 1.0)), weights={"a": 4.0})
     assert windows.service(0.0, 20.0) == {"a": 4.0, "b": 12.0}
@@ -215,22 +211,6 @@ def test_by_events_it_is_the_curve_of_the_events(run, times):
     rates = Windows(run, window_s=6.0).service_rate(times)
     for name, curve in curves.items():
         assert rates[name] == pytest.approx([curve.between(at - 3.0, at + 3.0) / 6.0 for at in times])
-
-
-@given(runs(), METHODS, st.permutations("abc"))
-def test_differences_do_not_depend_on_who_is_who(run, method, names):
-    rename = dict(zip("abc", names, strict=True))
-    other = replace_clients(run, rename)
-    times = (2.0, 5.0, 9.0)
-    mine, theirs = (Windows(one, method=method, window_s=4.0) for one in (run, other))
-    assert mine.accumulated_difference(times) == pytest.approx(theirs.accumulated_difference(times))
-    assert mine.service_difference(times) == pytest.approx(theirs.service_difference(times))
-    assert all(value >= 0 for value in mine.accumulated_difference(times))
-
-
-def replace_clients(run: Run, rename: dict[str, str]) -> Run:
-    requests = [replace(record, client=rename[record.client]) for record in run.requests]
-    return run_of(*requests, clients=("a", "b", "c"))
 
 
 @given(st.integers(1, 30), st.integers(2, 40), st.sampled_from(COSTS), st.integers(1, 4))
