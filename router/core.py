@@ -59,7 +59,7 @@ from router.events import (
     Workers,
     WorkerUp,
 )
-from router.placement.contract import Ended, Holding, Placement, Planning, Queued, Request, Swapping, Work
+from router.placement.contract import Ended, Holding, Placement, Queued, Request, Swapping, Work
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.shared_limit import SharedLimit
@@ -124,7 +124,6 @@ class Router:
         """Of the first model. Each has one of its own, but for one that holds requests: that is the queue of all."""
         self._holding = placement if isinstance(placement, Holding) else None
         self._swapping = placement if isinstance(placement, Swapping) else None
-        self._planning = placement if isinstance(placement, Planning) else None
         self._queued = placement if isinstance(placement, Queued) else None
         self._fresh = deepcopy(placement)
         self._placements: list[Placement] = []
@@ -236,8 +235,7 @@ class Router:
                 if self._queued is not None:
                     self._throttling.predicted(self._queued.late(now_s), now_s)
             case Planned():
-                if self._planning is not None:
-                    self._planning.answer(event.number, event.found, now_s)
+                self._placement.answer(event.number, event.found, now_s)
             case Undelivered():
                 self._undelivered(event, now_s, peer)
             case Follow():
@@ -401,8 +399,7 @@ class Router:
     ) -> Place:
         why = placement_reason(request, worker, match, allowed)
         worker.placed[why] += 1
-        weighing = worker.pool.weighing
-        costs = None if weighing is None else weighing.costs()
+        costs = worker.pool.placement.costs()
         self._record.placed(request, worker, why, match, allowed, costs, now_s)
         if self._queued is not None and (tier := self._queued.tier(request.id)):
             request = replace(request, tier=tier)
@@ -879,7 +876,7 @@ class Router:
     def question(self, now_s: float) -> tuple[int, Work] | None:
         """The work that the placement has for another process, and its number; None mostly. To be asked after each
         event; what it has found is told by `Planned`. With another question the one before is over."""
-        return None if self._planning is None else self._planning.question(now_s)
+        return self._placement.question(now_s)
 
     def requests_of(self, peer: bytes) -> int:
         """How many requests `peer` has in flight."""

@@ -394,7 +394,7 @@ class Tick(Message, frozen=True):
 
 
 class Planned(Message, frozen=True):
-    """The work of question `number` is done (`placement.contract.Planning`). `found` is what it has found; None: it has
+    """The work of question `number` is done (`Placement.question`). `found` is what it has found; None: it has
     failed, or took too long."""
 
     number: int

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from router.events import Posted, Workers, WorkerUp
 from router.models import meant
-from router.placement.contract import Placement, Request, Weighing
+from router.placement.contract import Placement, Request
 from router.placement.outputs import ExpectedOutputs
 from router.placement.round_robin import RoundRobin
 from router.radix import Hold
@@ -30,11 +30,6 @@ class Pool:
     taking: "list[Worker]" = field(default_factory=list)
     """Those that take new requests, in the order of names."""
     names_taking: tuple[str, ...] = ()
-    weighing: Weighing | None = field(init=False)
-    """The placement, if it weighs workers. Found out once: to ask a protocol takes as long as half a decision."""
-
-    def __post_init__(self) -> None:
-        self.weighing = self.placement if isinstance(self.placement, Weighing) else None
 
     def key(self, namespace: str) -> str:
         """Under which prefixes of this namespace are cached at its workers."""

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from router.placement.contract import Memoryless, Request, WorkerView
+from router.placement.contract import Placement, Request, WorkerView
 from router.radix import Match
 
 
 @dataclass
-class CacheAware(Memoryless):
+class CacheAware(Placement):
     """The thresholds have sglang-router's names and defaults."""
 
     uses_progress: ClassVar[bool] = False

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from router.placement.contract import Ended, May, Memoryless, Request, WorkerView, least_loaded
+from router.placement.contract import Ended, May, Placement, Request, WorkerView, least_loaded
 from router.placement.least_tokens import check_prices
 from router.radix import Match
 from sglang_fair.common.weights import Weights
@@ -33,7 +33,7 @@ from sglang_fair.core.job import Job
 
 
 @dataclass
-class CentralizedDlpm(Memoryless):
+class CentralizedDlpm(Placement):
     """`quantum` is Q^u, of a client across all workers. `slots` limits a worker's requests in flight, per unit of
     capacity. The two weights are the prices of a prompt token and of an output token."""
 

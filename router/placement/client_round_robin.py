@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from router.placement.contract import Memoryless, Request, WorkerView
+from router.placement.contract import Placement, Request, WorkerView
 from router.placement.round_robin import after
 from router.radix import Match
 
 
 @dataclass
-class ClientRoundRobin(Memoryless):
+class ClientRoundRobin(Placement):
     """Remembers the last worker of the latest `max_clients` clients; the others start over."""
 
     uses_caches: ClassVar[bool] = False

@@ -57,62 +57,39 @@ class Ended:
 
 
 class WorkerView(Protocol):
-    """A worker that is up, as a placement sees it. Loads are of the requests that were sent there and are not over."""
+    """A worker that is up, as a placement sees it: not to be written to. Loads are of the requests that were sent there
+    and are not over."""
 
-    @property
-    def name(self) -> str:
-        """Unique among the workers."""
-        ...
-
-    @property
-    def capacity(self) -> float:
-        """Its speed relative to a worker of capacity 1."""
-        ...
-
-    @property
-    def load(self) -> float:
-        """Requests in flight, divided by its capacity: s_w of D2LPM."""
-        ...
-
-    @property
-    def prefill_tokens(self) -> float:
-        """Prompt tokens, without those taken to be cached there, of requests that have no output yet."""
-        ...
-
-    @property
-    def decode_tokens(self) -> float:
-        """Output tokens still to come, estimated from each client's past answers and the requests' own limits."""
-        ...
-
-    @property
-    def dispatched(self) -> int:
-        """Requests sent to it so far."""
-        ...
-
-    @property
-    def dispatched_tokens(self) -> int:
-        """Prompt tokens sent to it so far. It breaks ties: fewer comes first."""
-        ...
-
-    @property
-    def prefilled_tokens(self) -> int:
-        """Prompt tokens that were not taken to be cached there, of requests that have output by now or had; so far."""
-        ...
-
-    @property
-    def produced_tokens(self) -> int:
-        """Output tokens that were reported so far."""
-        ...
-
-    @property
-    def overrun_tokens(self) -> int:
-        """By how much the answers in flight are already longer than was expected. What is in flight are more often the
-        long ones, so this is a large part of what a full worker holds."""
-        ...
+    name: str
+    """Unique among the workers."""
+    capacity: float
+    """Its speed relative to a worker of capacity 1."""
+    load: float
+    """Requests in flight, divided by its capacity: s_w of D2LPM."""
+    prefill_tokens: int
+    """Prompt tokens, without those taken to be cached there, of requests that have no output yet."""
+    decode_tokens: float
+    """Output tokens still to come, estimated from each client's past answers and the requests' own limits."""
+    dispatched: int
+    """Requests sent to it so far."""
+    dispatched_tokens: int
+    """Prompt tokens sent to it so far. It breaks ties: fewer comes first."""
+    prefilled_tokens: int
+    """Prompt tokens that were not taken to be cached there, of requests that have output by now or had; so far."""
+    produced_tokens: int
+    """Output tokens that were reported so far."""
+    overrun_tokens: int
+    """By how much the answers in flight are already longer than was expected. What is in flight are more often the long
+    ones, so this is a large part of what a full worker holds."""
 
 
-class Placement(Protocol):
-    """Chooses workers. Deterministic: the same calls give the same choices. Every order that it uses is total.
+Work = Callable[[], object]
+"""A pure function with its arguments, to be called in another process: it and what it returns can be pickled."""
+
+
+class Placement:
+    """Chooses workers. Deterministic: the same calls give the same choices. Every order that it uses is total. Whatever
+    it is told makes no difference, unless it overrides what it is told by.
 
     Where there are several models, each has a placement of its own, which knows of that model's workers only; one that
     holds requests (`Holding`) has them all.
@@ -128,50 +105,57 @@ class Placement(Protocol):
     * `now_s` never falls.
     """
 
-    uses_caches: ClassVar[bool]
+    uses_caches: ClassVar[bool] = True
     """Whether a choice can depend on what workers have cached. If not, nobody needs to tell the router."""
 
-    uses_progress: ClassVar[bool]
+    uses_progress: ClassVar[bool] = True
     """Whether a choice can depend on how far running answers are. If not, nobody needs to tell the router."""
 
     def place(
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
         """The name of one of `workers`; None if the request must wait (`Holding`). It may refill credits only."""
-        ...
+        raise NotImplementedError
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """The request was sent to `worker`."""
-        ...
 
     def done(self, ended: Ended, now_s: float) -> None:
         """The request is over."""
-        ...
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
         """`worker` is new, or is back without anything that it had before."""
-        ...
 
     def worker_changed(self, worker: str, capacity: float) -> None:
         """`worker` has another capacity; everything else is as before."""
-        ...
 
     def worker_down(self, worker: str) -> None:
         """`worker` is gone."""
-        ...
 
     @property
     def weights(self) -> Weights | None:
         """The clients' shares, which the core keeps up to date; None: it has no shares."""
-        ...
+        return None
 
     def reweighed(self, client: str) -> None:
         """The weight of `client` has changed."""
-        ...
 
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
         """Client -> worker -> credit, for at most `limit` clients, the latest first. Empty if there are no credits."""
-        ...
+        return {}
+
+    def costs(self) -> Mapping[str, float] | None:
+        """What its last `place` weighed, by worker: less is better, inf is out of the question. None: it does not weigh
+        workers by one number each."""
+        return None
+
+    def question(self, now_s: float) -> tuple[int, Work] | None:
+        """A number and work for another process, while it goes on with what it has; None mostly, at no cost. Asked for
+        after each event. A question before the last one was answered ends that one."""
+        return None
+
+    def answer(self, number: int, found: object, now_s: float) -> None:
+        """What the work of question `number` has returned; None: it failed, or its process has ended."""
 
 
 May = Callable[[Request, str], bool]
@@ -244,38 +228,11 @@ class Swapping(Protocol):
 
 
 @runtime_checkable
-class Weighing(Protocol):
-    """What a placement adds that weighs the workers by one number each."""
-
-    def costs(self) -> Mapping[str, float]:
-        """What its last `place` weighed, by worker: less is better, inf is out of the question."""
-        ...
-
-
-Work = Callable[[], object]
-"""A pure function with its arguments, to be called in another process: it and what it returns can be pickled."""
-
-
-@runtime_checkable
-class Planning(Protocol):
-    """What a placement adds that has work for another process. It goes on with what it has meanwhile. The core asks
-    `question` after each event; what that costs when nothing is asked must be small."""
-
-    def question(self, now_s: float) -> tuple[int, Work] | None:
-        """A number and what is to be done; None mostly. A question before the last one was answered ends that one."""
-        ...
-
-    def answer(self, number: int, found: object, now_s: float) -> None:
-        """What the work of question `number` has returned; None: it failed, or its process has ended."""
-        ...
-
-
-@runtime_checkable
 class Queued(Protocol):
     """What a placement that holds requests with deadlines adds for people, metrics and throttling."""
 
     def tier(self, request_id: str) -> int:
-        """Of a request that was `placed`: 0 within its client's share, 1 ahead of it."""
+        """Of a request that is about to be `placed`: 0 within its client's share, 1 ahead of it."""
         ...
 
     def late(self, now_s: float) -> Collection[str]:
@@ -292,34 +249,6 @@ class Queued(Protocol):
         """Where a request that waits stands, as `sglang_fair.cluster.queues.told_standing` shows it; None if it does
         not wait. With `ahead` also what is before it."""
         ...
-
-
-class Memoryless:
-    """Base of placements that decide by their arguments alone: whatever they are told makes no difference."""
-
-    uses_caches: ClassVar[bool] = True
-    uses_progress: ClassVar[bool] = True
-
-    def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None: ...
-
-    def done(self, ended: Ended, now_s: float) -> None: ...
-
-    def worker_up(self, worker: str, capacity: float = 1.0) -> None: ...
-
-    def worker_changed(self, worker: str, capacity: float) -> None: ...
-
-    def worker_down(self, worker: str) -> None: ...
-
-    @property
-    def weights(self) -> Weights | None:
-        """None: nobody has a share."""
-        return None
-
-    def reweighed(self, client: str) -> None: ...
-
-    def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """Empty: there are no credits."""
-        return {}
 
 
 _by_tokens = attrgetter("dispatched_tokens", "name")

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from router.placement.contract import Ended, Request, WorkerView, least_loaded
+from router.placement.contract import Ended, Placement, Request, WorkerView, least_loaded
 from router.placement.credit import Credits
 from router.placement.least_tokens import check_prices
 from router.radix import Match
@@ -35,14 +35,13 @@ from sglang_fair.common.weights import Weights
 
 
 @dataclass
-class D2lpm:
+class D2lpm(Placement):
     """`worker_quantum` is Qw in units of service; the two weights are the prices of a prompt token and of an output
     token. `charge` "full" charges the whole prompt, as the paper does; "extend" only what the worker is not believed
     to hold. `client_weights` are 1 unless given. The accounts of `max_clients` clients are kept exactly.
     `cache_threshold` is the part of a prompt, from 0 to 1, beyond which a match is followed.
     """
 
-    uses_caches: ClassVar[bool] = True
     uses_progress: ClassVar[bool] = False
 
     worker_quantum: float = 20_000.0

@@ -50,7 +50,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from router.placement.contract import Ended, Request, WorkerView, least
+from router.placement.contract import Ended, Placement, Request, WorkerView, least
 from router.placement.least_tokens import check_prices
 from router.placement.queues import Account, Queues
 from router.radix import Match
@@ -63,12 +63,11 @@ _PREFIXES_COUNTED = 64
 
 
 @dataclass
-class D2lpmQueue:
+class D2lpmQueue(Placement):
     """`worker_quantum` is Q^w in units of service; the two weights are the prices of a prompt token and of an output
     token. `delayed` is how many requests a prompt delays, for each one that is in flight at its worker.
     `client_weights` are 1 unless given. The accounts of `max_clients` clients are kept."""
 
-    uses_caches: ClassVar[bool] = True
     uses_progress: ClassVar[bool] = False
 
     worker_quantum: float = 250_000.0

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from router.placement.contract import Memoryless, Request, WorkerView, least_loaded
+from router.placement.contract import Placement, Request, WorkerView, least_loaded
 from router.radix import Match
 
 
 @dataclass
-class LeastRequests(Memoryless):
+class LeastRequests(Placement):
     """Ties go to the worker that was sent fewer tokens so far, then by name."""
 
     uses_caches: ClassVar[bool] = False

@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.placement.contract import Memoryless, Request, WorkerView, least
+from router.placement.contract import Placement, Request, WorkerView, least
 from router.radix import Match
 
 
 @dataclass
-class LeastTokens(Memoryless):
+class LeastTokens(Placement):
     """The two weights are the prices of a prompt token and of an output token."""
 
     extend_weight: float = 1.0

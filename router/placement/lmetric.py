@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from router.placement.contract import Memoryless, Request, WorkerView, least
+from router.placement.contract import Placement, Request, WorkerView, least
 from router.radix import Match
 
 
 @dataclass
-class LMetric(Memoryless):
+class LMetric(Placement):
     """It has no parameters."""
 
     uses_progress: ClassVar[bool] = False

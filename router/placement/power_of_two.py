@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import ClassVar
 
-from router.placement.contract import Memoryless, Request, WorkerView, least_loaded
+from router.placement.contract import Placement, Request, WorkerView, least_loaded
 from router.radix import Match
 
 
 @dataclass
-class PowerOfTwo(Memoryless):
+class PowerOfTwo(Placement):
     """The draws follow from `seed`. Give each router its own."""
 
     uses_caches: ClassVar[bool] = False

@@ -39,16 +39,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from router.placement.contract import Ended, Request, WorkerView
+from router.placement.contract import Ended, Placement, Request, WorkerView
 from router.placement.prefix_window import Key, PrefillCost, Prefix, PrefixWindow, WorkerLoad, key_of
 from router.radix import Match
 
 
 @dataclass
-class Preble:
+class Preble(Placement):
     """`cache_tokens` is what one replica can cache; `first_tpot_s` stands in until a worker is measured."""
 
-    uses_caches: ClassVar[bool] = True
     uses_progress: ClassVar[bool] = False
 
     window_s: float = 180.0
@@ -132,24 +131,9 @@ class Preble:
         """It starts without load."""
         self._window.add_worker(worker, self.first_tpot_s)
 
-    def worker_changed(self, worker: str, capacity: float) -> None:
-        """The capacity has no influence: what a worker needs per token is measured."""
-
     def worker_down(self, worker: str) -> None:
         """Prefixes that were used there alone get a new worker when they are next asked for."""
         self._window.remove_worker(worker)
-
-    @property
-    def weights(self) -> None:
-        """None: nobody has a share."""
-        return None
-
-    def reweighed(self, client: str) -> None:
-        """Nothing follows from it."""
-
-    def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """Empty: Preble has no credits."""
-        return {}
 
     def _important(self, request: Request, match: Match) -> tuple[Key, int, int]:
         """The key of the request's important prefix, and the depths between which its own stretch lies."""

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from router.placement.contract import Memoryless, Request, WorkerView
+from router.placement.contract import Placement, Request, WorkerView
 from router.radix import Match
 
 
 @dataclass
-class RoundRobin(Memoryless):
+class RoundRobin(Placement):
     """Remembers the last worker; the next one by name is next."""
 
     uses_caches: ClassVar[bool] = False

@@ -29,7 +29,7 @@ from router.events import (
     WorkerUp,
 )
 from router.placement import build
-from router.placement.contract import Memoryless, Request, Work
+from router.placement.contract import Placement, Request, Work
 from router.placement.qlm.search import Answer
 from router.throttling import Throttling
 from sglang_fair.cluster import explain, queues
@@ -291,7 +291,7 @@ def test_status_and_explain_show_queues_in_words() -> None:
 # -- any such placement
 
 
-class Queues(Memoryless):
+class Queues(Placement):
     """Lets `let_go` of what waits go, in order; has `work` done once while it `asks`; is late while `is_late`."""
 
     def __init__(self, work: Work = dict) -> None:

@@ -18,7 +18,7 @@ from math import inf
 from random import Random
 from typing import ClassVar
 
-from router.placement.contract import Ended, May, Memoryless, Placement, Request, WorkerView
+from router.placement.contract import Ended, May, Placement, Request, WorkerView
 from router.radix import Match
 
 Entry = tuple[tuple[float, int], Request]
@@ -53,7 +53,7 @@ class Place:
         return takes and (model == self.loaded or model in self.swap_s)
 
 
-class _Queueing(Memoryless):
+class _Queueing(Placement):
     """What all have in common: workers, and what is in flight there."""
 
     uses_caches: ClassVar[bool] = False

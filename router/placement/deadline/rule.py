@@ -25,9 +25,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from operator import itemgetter
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-from router.placement.contract import Ended, May, Memoryless, Request, WorkerView
+from router.placement.contract import Ended, May, Placement, Request, WorkerView
 from router.placement.deadline.line import Line, Waiting
 from router.placement.deadline.models import LOOK_S, UNKNOWN_S, Models
 from router.placement.deadline.replica import Flight, Replica
@@ -55,15 +55,12 @@ class _Sent(NamedTuple):
 
 
 @dataclass
-class Deadline(Memoryless):
+class Deadline(Placement):
     """`ahead`: units beyond its share up to which a client is in tier 0; null: from the smallest KV cache. Without
     `tiers` no client is ahead of its share. `evicts`: workers take requests back for more urgent ones (policy `slo`).
     `finish_s`: for so long a stream may go on at a worker that is to load another model at once. `kv_tokens` and
     `chunk_tokens`: of a worker that says nothing. `slo_s`: of requests that were promised nothing. `max_clients`: that
     are remembered without requests. ValueError for a parameter that is none."""
-
-    uses_caches: ClassVar[bool] = True
-    uses_progress: ClassVar[bool] = True
 
     ahead: float | None = None
     tiers: bool = True

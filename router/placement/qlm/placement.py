@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite
 from operator import attrgetter
-from typing import ClassVar
 
-from router.placement.contract import Ended, May, Memoryless, Request, WorkerView
+from router.placement.contract import Ended, May, Placement, Request, WorkerView
 from router.placement.qlm.estimate import Estimator
 from router.placement.qlm.groups import Group, Groups
 from router.placement.qlm.problem import Orders, Slot, edf
@@ -50,15 +49,12 @@ Question = tuple[int, Callable[[], Answer]]
 
 
 @dataclass
-class Qlm(Memoryless):
+class Qlm(Placement):
     """`delta`: average batches in a group. `literal`: waits by Equations 1-5. `evicts`: workers take requests back for
     more urgent ones (policy `slo`), so these may be sent beyond the window. `kv_tokens` and `chunk_tokens`: of a worker
     that says nothing. `slo_s`: of requests that were promised nothing. `every_s`, `patience_s`: how often is planned,
     and how long a plan may take. `solver`: search, milp (exact, for few groups), or auto: search, and milp too for few
     groups. `plan_work`: how much the search may consider. ValueError for a parameter that is none."""
-
-    uses_caches: ClassVar[bool] = True
-    uses_progress: ClassVar[bool] = True
 
     delta: float = 4.0
     literal: bool = False
