@@ -26,8 +26,8 @@ from sglang_fair.core.heap import LazyHeap
 MOST_MARGIN = 0.25
 """Of a request's own time, that is kept for a worker's first token."""
 
-Key = tuple[int, float, int]
-"""Place in line: 0 for one that was taken back, when it or its interaction began, and a number that is its own."""
+Key = tuple[float, int]
+"""Place in line: when it or its interaction began, and a number that is its own."""
 
 
 class Kind(NamedTuple):
@@ -49,11 +49,6 @@ class Entry:
     key: Key
     group: "Group"
     waits: bool = True
-
-    @property
-    def since_s(self) -> float:
-        """When it came; of a later call, when its interaction began."""
-        return self.promise.due_s - self.promise.slo_s
 
     @property
     def work(self) -> tuple[int, float, float]:
@@ -84,7 +79,7 @@ class Group:
     @property
     def urgency(self) -> tuple[bool, float, int]:
         """Less goes first: those in time, then by deadline (of late ones, since when). IndexError if none waits."""
-        first_s = self.line[0].since_s if self.kind.late else self.deadlines[0]
+        first_s = self.line[0].key[0] if self.kind.late else self.deadlines[0]
         return self.kind.late, first_s, self.number
 
     def is_in_danger(self, now_s: float, part: float) -> bool:
@@ -135,10 +130,10 @@ class Groups:
         """`request` waits. The group it is in."""
         self._arrivals += 1
         slo_class = f"{promise.slo_class}~{ceil(2 * log2(promise.slo_s))}"
-        key = 1, promise.due_s - promise.slo_s, self._arrivals
+        key = promise.due_s - promise.slo_s, self._arrivals
         return self._enter(Kind(request.model, slo_class, request.exclude), request, promise, key)
 
-    def take(self, group: Group, worker: str, *, lends: bool = False) -> Request:
+    def take(self, group: Group, worker: str, *, lends: bool = False) -> Entry:
         """`worker` serves the next of a group, which begins there if it has not; with `lends` the group stays as it is.
         IndexError if none of it waits, ValueError if it has begun elsewhere."""
         if not lends:
@@ -150,14 +145,7 @@ class Groups:
         group.count(entry, -1)
         self._rank(group)
         entry.waits = False
-        return entry.request
-
-    def put_back(self, request_id: str) -> None:
-        """A request that was taken is not sent: it waits in front of its group."""
-        entry = self.entries[request_id]
-        entry.key, entry.waits = (0, *entry.key[1:]), True
-        entry.group.running -= 1
-        self._wait(entry)
+        return entry
 
     def remove(self, request_id: str) -> Group | None:
         """A request is over or was given up. Returns its group; None if the id is not here."""

@@ -131,12 +131,9 @@ class Qlm(Placement):
             if view is None:
                 continue
             self.queues.workers[name].overrun_tokens = view.overrun_tokens
-            request = self.queues.pull(name, now_s)
+            request = self.queues.pull(name, now_s, may)
             if request is None:
                 self._learn(view, now_s)
-                continue
-            if not may(request, name):
-                self.queues.taken_back(request.id)
                 continue
             _, arrived_s = self._waiting.pop(request.id)
             self._ready[name] = None

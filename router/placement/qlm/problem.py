@@ -13,8 +13,7 @@ with drain W (`Demand.drain_s`): how long until those behind it begin; tail C - 
 writes; slack: until the earliest deadline of its requests. A group that has begun stays at its worker.
 
 `worth` is this definition written out. `search` and `milp` compute the same in other ways. `edf` is the order until a
-plan comes, and where the search starts: earliest deadline first, the loaded model first while slack allows, so a
-deadline of an hour does not cause a swap now. O(groups · queues).
+plan comes, and where the search starts. With `stays` a deadline of an hour does not cause a swap now.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,12 +124,9 @@ def worth(problem: Problem, orders: Orders) -> Worth:
     return Worth(late_s, waiting_s)
 
 
-def edf(problem: Problem, *, patient: bool = True) -> dict[str, list[int]]:
-    """Orders for all queues, with each group once: by the earliest deadline; if `patient`, groups of the loaded model
-    before a switch that has time."""
+def edf(problem: Problem) -> dict[str, list[int]]:
+    """Orders for all queues, with each group once: by the earliest deadline."""
     assigned = assign(problem, lambda one: (one.slack_s, one.number))
-    if patient:
-        assigned = {queue.worker: wait_with_swaps(queue, assigned[queue.worker]) for queue in problem.queues}
     return {worker: [one.number for one in order] for worker, order in assigned.items()}
 
 
@@ -154,29 +150,6 @@ def assign(problem: Problem, by: Callable[[Demand], tuple[float, int]]) -> dict[
         tail_s[best], models[best] = demand.tail_s.get(worker, 0.0), demand.model
         assigned[best].append(demand)
     return {queue.worker: order for queue, order in zip(queues, assigned, strict=True)}
-
-
-def wait_with_swaps(queue: Queue, order: Sequence[Demand]) -> list[Demand]:
-    """The same groups, which come in order of urgency; those of the model that is loaded before a switch that has
-    time."""
-    left, done = list(order), list[Demand]()
-    now_s, tail_s, model = queue.ahead_s, queue.tail_s, queue.loaded
-    while left:
-        urgent = left[0]
-        chosen = urgent
-        if urgent.model != model:
-            same = next((one for one in left if one.model == model), None)
-            if same is not None:
-                free_s = now_s + same.drain_s[queue.worker]
-                free_s += same.tail_s.get(queue.worker, 0.0) + queue.swap_s[urgent.model]
-                if free_s <= urgent.slack_s:
-                    chosen = same
-        switch_s = tail_s + queue.swap_s[chosen.model] if chosen.model != model else 0.0
-        now_s += switch_s + chosen.drain_s[queue.worker]
-        tail_s, model = chosen.tail_s.get(queue.worker, 0.0), chosen.model
-        left.remove(chosen)
-        done.append(chosen)
-    return done
 
 
 def stays(queue: Queue, order: Sequence[Demand]) -> bool:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from itertools import dropwhile, takewhile
 from math import inf
 
-from router.placement.contract import Request
+from router.placement.contract import May, Request
 from router.placement.qlm.estimate import Ahead, Estimator, Pace, Wait
 from router.placement.qlm.groups import Group, Groups
 from router.placement.qlm.problem import FAR_S, Demand, Orders, Problem, Queue, Slot, slots, stays
@@ -177,18 +177,18 @@ class VirtualQueues:
                 owner.groups.insert(owner.groups.index(after.number) + 1, group.number)
                 self._where[group.number] = owner.name
 
-    def pull(self, name: str, now_s: float = -inf) -> Request | None:
-        """The request that a worker gets; None if it has enough, or has to load another model first."""
+    def pull(self, name: str, now_s: float = -inf, may: May | None = None) -> Request | None:
+        """The request that a worker gets; None if it has enough, must load another model first, or may not have it."""
         worker = self.workers[name]
         if not (worker.is_open and (worker.evicts or worker.has_room())):
             return None
         group = self._next(worker, now_s)
-        if group is None:
+        if group is None or (may is not None and not may(group.line[0].request, name)):
             return None
-        request = self.groups.take(group, name, lends=self._owner(group) is not worker)
+        entry = self.groups.take(group, name, lends=self._owner(group) is not worker)
         worker.pulls += 1
-        self.send(name, request, self.groups.entries[request.id].promise.due_s)
-        return request
+        self.send(name, entry.request, entry.promise.due_s)
+        return entry.request
 
     def send(self, name: str, request: Request, due_s: float) -> None:
         """A request is in flight at a worker."""
@@ -202,12 +202,6 @@ class VirtualQueues:
         group = self.groups.remove(request_id)
         if group is not None:
             self._drop_if_over(group)
-
-    def taken_back(self, request_id: str) -> None:
-        """A request that was pulled waits again, in front of its group."""
-        self._land(request_id)
-        self.groups.put_back(request_id)
-        self.settle()
 
     def rename(self, request_id: str, model: str) -> Request:
         """A request that waits is for this model. The request as it is then."""
@@ -546,5 +540,5 @@ def _has_room(worker: Worker, group: Group) -> bool:
 def _span(group: Group) -> tuple[float, float]:
     """Deadlines, or of late ones since when they wait, of the first and the last."""
     if group.kind.late:
-        return group.line[0].since_s, group.line[-1].since_s
+        return group.line[0].key[0], group.line[-1].key[0]
     return group.deadlines[0], group.deadlines[-1]

@@ -1,6 +1,6 @@
 """The global scheduler: orders for all queues by local search, and exactly (`milp`) for a few groups. Pure.
 
-    starts     EDF, as it is and without patience, and by the time by which a group has to be done; the best goes on
+    starts     EDF, and by the time by which a group has to be done; the better one goes on
     insert     a group is taken out and put where it does best, over all places of all queues
     restarts   when that does not help: some groups of the best orders found are taken out at random and put back one
                by one where they do best
@@ -98,7 +98,7 @@ class _Search:
         by_end = assign(
             self.problem, lambda one: (one.slack_s + min(one.drain_s.values(), default=0.0), one.number)
         )  # right for one model at one worker (earliest due date)
-        found: list[Orders] = [edf(self.problem), edf(self.problem, patient=False)]
+        found: list[Orders] = [edf(self.problem)]
         found.append({worker: [one.number for one in order] for worker, order in by_end.items()})
         best, start = found[0], Worth(inf, inf)
         for orders in found:

@@ -54,13 +54,9 @@ def test_qlm_p1_each_request_is_in_one_pure_group_of_limited_size_in_order(
             group = rng.choice(list(groups))
             worker = group.begun_on or rng.choice(["v", "w"])
             if len(group):
-                running.add(groups.take(group, worker).id)
+                running.add(groups.take(group, worker).request.id)
         elif step < 0.8 and len(groups):
             groups.miss(rng.choice(list(groups)), float(number), 1.0, 3)
-        elif step < 0.85 and running:
-            name = rng.choice(sorted(running))
-            groups.put_back(name)
-            running.discard(name)
         elif step < 0.95 and kinds:
             name = rng.choice(list(kinds))
             groups.remove(name)
@@ -107,28 +103,17 @@ def test_a_group_that_has_begun_stays_where_it_is_and_ends_whoever_keeps_sending
     """A flood of calls that all claim to be of an interaction that began at 0: the group is not theirs for ever."""
     groups = Groups(delta=1, batch=10)
     begun = add(groups, "first")
-    assert groups.take(begun, "w").id == "first"
+    assert groups.take(begun, "w").request.id == "first"
     with pytest.raises(ValueError, match="has begun on w"):
         groups.take(begun, "v")
     for number in range(1000):
         add(groups, str(number))
         if len(begun):
-            groups.remove(groups.take(begun, "w").id)
+            groups.remove(groups.take(begun, "w").request.id)
     groups.remove("first")
     assert groups.by_number.get(begun.number) is None
     assert begun.joined == 10
     assert sum(len(group) for group in groups) == 1000 - 9
-
-
-def test_what_was_taken_back_goes_before_what_never_ran() -> None:
-    groups = Groups()
-    group = add(groups, "a", since_s=1)
-    for name in "bc":
-        add(groups, name, since_s=2)
-    assert [groups.take(group, "w").id for _ in range(2)] == ["a", "b"]
-    add(groups, "older", since_s=0)
-    groups.put_back("b")
-    assert waiting(group) == ["b", "older", "c"]
 
 
 def test_a_batch_that_was_measured_splits_what_is_too_large_now() -> None:

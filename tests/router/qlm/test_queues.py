@@ -64,7 +64,7 @@ def check(site: VirtualQueues) -> None:
 def _urgency(group: Group) -> tuple[bool, float, int]:
     """By definition."""
     late = group.kind.late
-    at_s = group.line[0].since_s if late else min(one.promise.due_s for one in group.line)
+    at_s = group.line[0].key[0] if late else min(one.promise.due_s for one in group.line)
     return late, at_s, group.number
 
 
@@ -102,12 +102,8 @@ def test_every_group_is_in_one_queue(seed: int) -> None:
             name = rng.choice(list(running))
             del running[name]
             site.ended(name)
-        elif step < 0.78 and running:
-            name = rng.choice(list(running))
-            del running[name]
-            site.taken_back(name)
-            waiting.add(name)
-            served[name] -= 1
+        elif step < 0.78 and workers:
+            assert site.pull(rng.choice(workers), float(number), lambda *_: False) is None
         elif step < 0.82 and waiting:
             name = rng.choice(sorted(waiting))
             waiting.remove(name)
