@@ -13,9 +13,8 @@ import psutil
 from router.client import RouterClient
 from router.events import Agent as Report
 from router.events import Answer, Exchange
-from sglang_fair.agent.ahead import read_ahead
 from sglang_fair.agent.replica import ReplicaClient
-from sglang_fair.agent.steps import Steps
+from sglang_fair.agent.steps import Steps, read_ahead
 from sglang_fair.cluster.plan import AGENT_READY
 from sglang_fair.common.curve import Keys
 from sglang_fair.models import checkpoint

@@ -1,4 +1,4 @@
-"""The replica as its agent reaches it: one HTTP request for each step of `steps`."""
+"""The replica as its agent reaches it: HTTP requests for each step of `steps`."""
 
 import asyncio
 import json
@@ -23,14 +23,6 @@ PROBE = {
     "input_ids": [1, 2, 3, 4],
     "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
 }
-
-
-class Failed(Exception):
-    """The replica, or the file system, says that it cannot be done."""
-
-
-class Gone(Exception):
-    """The replica does not answer."""
 
 
 class ReplicaClient:
@@ -58,65 +50,53 @@ class ReplicaClient:
         assert self._session is not None
         await self._session.close()
 
-    async def do(self, step: Do) -> Answer:
+    async def do(self, do: Do) -> Answer:
         """One step, and what came of it."""
         try:
-            if step.step == "look":
-                found = seen(await self._ask("GET", PATH, timeout_s=LOOK_TIMEOUT_S))
-                self._run = found.run
-                return Answer(found)
-            await self._do(step)
-        except (Failed, ValueError) as error:
+            match do.step:
+                case "look":
+                    found = seen(await self._ask("GET", PATH, timeout_s=LOOK_TIMEOUT_S))
+                    self._run = found.run
+                    return Answer(found)
+                case "check":
+                    await asyncio.to_thread(self._check, do.model)
+                case "load":
+                    await self._load(do.model)
+                case "probe":
+                    headers = {HEADER_PROBE: self._run, HEADER_MODEL: do.model}
+                    answer = await self._ask("POST", "/generate", PROBE, headers)
+                    tokens = answer.get("output_ids") if isinstance(answer, Mapping) else None
+                    if not isinstance(tokens, list) or len(tokens) != 1:
+                        raise ValueError(f"it does not generate: {answer!r:.200}")
+                case _:
+                    await self._ask("POST", PATH, {"state": do.step, "model": do.model})
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            return Answer(error=f"{do.step}: {type(error).__name__}: {error}", is_gone=True)
+        except (ValueError, OSError) as error:
             return Answer(error=str(error))
-        except Gone as error:
-            return Answer(error=str(error), is_gone=True)
         return Answer()
 
-    async def _do(self, step: Do) -> None:
-        match step.step:
-            case "check":
-                await asyncio.to_thread(self._check, step.model)
-            case "empties" | "loads" | "serves":
-                await self._ask("POST", PATH, {"state": step.step, "model": step.model})
-            case "pause":
-                await self._ask("POST", "/pause_generation", {"mode": "retract"})
-                # An earlier agent's load may still be running. SGLang takes the answer to that for the answer to ours,
-                # so ours waits until the scheduler, which does one thing after the other, has answered this.
-                await self._ask("GET", "/fair", timeout_s=LOAD_TIMEOUT_S)
-            case "load":
-                await self._load(step.model)
-            case "flush":
-                await self._ask("POST", "/flush_cache")
-            case "resume":
-                await self._ask("POST", "/continue_generation", {})
-            case "probe":
-                await self._probe(step.model)
-            case _:
-                raise AssertionError(step)
-
     def _check(self, model: str) -> None:
-        """Raises `Failed` for weights that are missing, damaged, or of another shape than the first model's."""
-        try:
-            ours = checkpoint.read(self._folders[model])
-            if self._first != model:
-                reason = checkpoint.difference(checkpoint.read(self._folders[self._first]), ours)
-                if reason is not None:
-                    raise Failed(reason)
-        except (ValueError, OSError) as error:
-            raise Failed(str(error)) from None
+        """Raises ValueError or OSError for weights that are missing, damaged, or of another shape than the first
+        model's."""
+        ours = checkpoint.read(self._folders[model])
+        if self._first != model:
+            reason = checkpoint.difference(checkpoint.read(self._folders[self._first]), ours)
+            if reason is not None:
+                raise ValueError(reason)
 
     async def _load(self, model: str) -> None:
+        """Exchanges the weights while SGLang stands still. Whatever of it has happened before may happen again."""
+        await self._ask("POST", "/pause_generation", {"mode": "retract"})
+        # An earlier agent's load may still be running. SGLang takes the answer to that for the answer to ours, so ours
+        # waits until the scheduler, which does one thing after the other, has answered this.
+        await self._ask("GET", "/fair", timeout_s=LOAD_TIMEOUT_S)
         body = {"model_path": str(self._folders[model]), "load_format": "auto", "flush_cache": True}
         answer = await self._ask("POST", "/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
-            raise Failed(f"SGLang did not load it: {answer!r:.200}")
-
-    async def _probe(self, model: str) -> None:
-        headers = {HEADER_PROBE: self._run, HEADER_MODEL: model}
-        answer = await self._ask("POST", "/generate", PROBE, headers)
-        tokens = answer.get("output_ids") if isinstance(answer, Mapping) else None
-        if not isinstance(tokens, list) or len(tokens) != 1:
-            raise Failed(f"it does not generate: {answer!r:.200}")
+            raise ValueError(f"SGLang did not load it: {answer!r:.200}")
+        await self._ask("POST", "/flush_cache")
+        await self._ask("POST", "/continue_generation", {})
 
     async def _ask(
         self,
@@ -126,18 +106,15 @@ class ReplicaClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = STEP_TIMEOUT_S,
     ) -> Any:
-        """The answer, from JSON if it is JSON. Raises `Failed` for another status than 200."""
+        """The answer, from JSON if it is JSON. Raises ValueError for another status than 200."""
         assert self._session is not None
-        try:
-            timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
-            async with self._session.request(
-                method, self._url + path, json=body, headers=headers, timeout=timeout
-            ) as response:
-                text = await response.text(errors="replace")
-                if response.status != 200:
-                    raise Failed(f"{path} answered {response.status}: {text[:300]}")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Gone(f"{path}: {type(error).__name__}: {error}") from None
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
+        async with self._session.request(
+            method, self._url + path, json=body, headers=headers, timeout=timeout
+        ) as response:
+            text = await response.text(errors="replace")
+            if response.status != 200:
+                raise ValueError(f"{path} answered {response.status}: {text[:300]}")
         try:
             return json.loads(text)
         except ValueError:

@@ -5,8 +5,8 @@ The steps come one by one from a generator, which reads as the order in which th
 
     serves another one     check (the weights are there and fit), empties (the gate is shut)
     empties, holds some    wait: what is inside finishes. One left queued would go on under the wrong weights
-    empties                loads (the weights are nobody's from here on), pause, load, flush, resume, probe, serves
-    empties, has the goal  resume, serves: nothing was changed
+    empties                loads (the weights are no model's from here on), load, probe, serves
+    empties, has the goal  serves: nothing was changed
     loads                  as after `empties`: whatever began this has not finished it
     is another process     it has its first model: the order has failed
 
@@ -15,15 +15,15 @@ no request is let in meanwhile. What the replica is like is asked, not remembere
 followed by one that goes on where the replica is.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sglang_fair.common.swapping import Seen
 
-Step = Literal["look", "check", "empties", "loads", "pause", "load", "flush", "resume", "probe", "serves"]
+Step = Literal["look", "check", "empties", "loads", "load", "probe", "serves"]
 
-LOADING: tuple[Step, ...] = ("loads", "pause", "load", "flush", "resume", "probe", "serves")
+LOADING: tuple[Step, ...] = ("loads", "load", "probe", "serves")
 
 EMPTY_S = 120.0
 """Longest wait for requests inside. The router knows of none by then; others came past it."""
@@ -31,6 +31,8 @@ LOOK_S, EMPTIES_S = 1.0, 0.02
 """Between two looks at the replica: usually, and while it empties."""
 RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
 """Before something is loaded again; twice as long each time."""
+KEPT_FREE = 0.25
+"""Part of the memory that is available in which no model is read ahead."""
 
 
 @dataclass(frozen=True)
@@ -137,19 +139,13 @@ class Steps:
             answer = Answer()
             if seen.state == "serves":
                 answer = yield Do("check", goal)
-                if (
-                    answer.error and not answer.is_gone
-                ):  # nothing has been changed, and nothing is going to be
+                if answer.error:  # nothing has been changed, and nothing is going to be
                     self._fault = answer.error
                     return seen
-                if not answer.error:
-                    answer = yield Do("empties", goal)
-                    self._shut_s = self._now_s
+                answer = yield Do("empties", goal)
+                self._shut_s = self._now_s
             elif seen.state == "empties" and seen.loaded == goal:
-                for step in ("resume", "serves"):
-                    answer = yield Do(step, goal)
-                    if answer.error:
-                        break
+                answer = yield Do("serves", goal)
             elif seen.state == "empties" and seen.in_flight:
                 if self._now_s - since_s > EMPTY_S:
                     self._fault = f"{seen.in_flight} requests still ran after {EMPTY_S:g} s"
@@ -186,3 +182,20 @@ class Steps:
     def _end(self, error: str) -> None:
         self.ended.append(Ended(self.busy, self.ordered, error, max(0.0, self._now_s - self._shut_s)))
         self.done, self.busy, self.error, self.ordered = self.busy, 0, error, ""
+
+
+def read_ahead(
+    ahead: Sequence[str], loaded: str, sizes: Mapping[str, int], available_bytes: int
+) -> tuple[str, ...]:
+    """Of `ahead`, the models that are needed soonest first, those that fit into the memory that is available. What is
+    loaded needs no reading. A model that does not fit ends the list: what comes after it is needed later."""
+    room = int(available_bytes * (1 - KEPT_FREE))
+    chosen: list[str] = []
+    for model in dict.fromkeys(ahead):
+        if model == loaded or model not in sizes:
+            continue
+        if sizes[model] > room:
+            break
+        room -= sizes[model]
+        chosen.append(model)
+    return tuple(chosen)

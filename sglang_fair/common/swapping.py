@@ -10,8 +10,9 @@ Pure.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 HEADER_MODEL = "x-fair-model"
 """The model that a request must be answered by, from the gateway to a replica that may have another one."""
@@ -26,11 +27,9 @@ MISDIRECTED = 421
 """HTTP's Misdirected Request: the same request may be answered elsewhere, or here later."""
 
 State = Literal["serves", "empties", "loads"]
-STATES: tuple[State, ...] = ("serves", "empties", "loads")
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(msgspec.Struct, frozen=True):
     """A replica's gate as it was when it was asked."""
 
     run: str
@@ -44,15 +43,19 @@ class Seen:
     """Requests inside."""
 
 
+class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request to set a gate."""
+
+    state: State
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+
+
 def seen(answer: Any) -> Seen:
     """From a replica's answer. ValueError for anything else."""
-    if not isinstance(answer, Mapping) or answer.get("state") not in STATES:
-        raise ValueError(f"not what a replica says of its model: {answer!r:.200}")
-    texts = {key: answer.get(key, "") for key in ("run", "loaded", "target")}
-    in_flight = answer.get("in_flight", 0)
-    if not all(isinstance(text, str) for text in texts.values()) or not isinstance(in_flight, int):
-        raise ValueError(f"not what a replica says of its model: {answer!r:.200}")
-    return Seen(texts["run"], answer["state"], texts["loaded"], texts["target"], in_flight)
+    try:
+        return msgspec.convert(answer, Seen)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"not what a replica says of its model: {error}") from None
 
 
 class Gate:
@@ -77,19 +80,15 @@ class Gate:
             return f"this replica has model {self.loaded}, not {asked}"
         return None
 
-    def set(self, asked: Any) -> None:
+    def set(self, body: Any) -> None:
         """`{"state": ..., "model": ...}`: serves that model, or is to have it. ValueError for anything else."""
-        if not isinstance(asked, Mapping) or asked.keys() != {"state", "model"}:
-            raise ValueError("the body must be a JSON object with state and model")
-        state, model = asked["state"], asked["model"]
-        if state not in STATES or not isinstance(model, str) or not 0 < len(model) <= 200:
-            raise ValueError(f"state is one of {', '.join(STATES)}, and model a name")
-        if state == "empties" and not self.loaded:
+        asked = msgspec.convert(body, _Asked)
+        if asked.state == "empties" and not self.loaded:
             raise ValueError("nothing is loaded: it cannot go back to that")
-        self.state = state
-        self.target = "" if state == "serves" else model
-        if state != "empties":
-            self.loaded = model if state == "serves" else ""
+        self.state = asked.state
+        self.target = "" if asked.state == "serves" else asked.model
+        if asked.state != "empties":
+            self.loaded = asked.model if asked.state == "serves" else ""
 
     def says(self, others: int = 0) -> dict[str, str | int]:
         """What `seen` reads. `others` are requests that the engine knows of, which may be the same ones."""

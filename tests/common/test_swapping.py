@@ -31,7 +31,7 @@ def test_only_what_is_loaded_is_answered() -> None:
 )  # fmt: skip
 def test_what_cannot_be_asked_changes_nothing(asked: object) -> None:
     gate = Gate("run", "a")
-    with pytest.raises(ValueError, match=r"must be|is one of"):
+    with pytest.raises(ValueError, match=r"[Ee]xpected|missing required|Invalid enum|unknown field"):
         gate.set(asked)
     assert gate.refuses({HEADER_MODEL: "a"}) is None
 
