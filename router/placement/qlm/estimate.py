@@ -4,8 +4,8 @@
             ahead: of those that wait in front. If all of them fit into free memory it is 0; if not, the outputs of as
             many as fit there do not count: they still write when its turn comes
     drain   a · (uncached prompt tokens) + b · (expected output tokens) of a group
-    tail    how long the last of a group still writes when all of it has begun: its prefill, and the 99th percentile of
-            its model's outputs at the measured time per token. A switch to another model waits for that
+    tail    how long the last of a group still writes when all of it has begun: the 99th percentile of its model's
+            outputs at the measured time per token. A switch to another model waits for that
 
 a and b are measured for each worker and model while requests wait there, so batches are full: recursive least squares
 of seconds = a · prompt + b · output over records of some seconds each, weighted by one over the seconds that each was
@@ -166,17 +166,13 @@ class Ahead(NamedTuple):
     output_tokens: float = 0.0
     output_variance: float = 0.0
 
-    def plus(self, group: Group, part: float = 1.0) -> "Ahead":
-        """With this part of a group that waits."""
+    def plus(self, group: Group) -> "Ahead":
+        """With a group that waits."""
         return Ahead(
-            self.prompt_tokens + part * group.prompt_tokens,
-            self.output_tokens + part * group.output_tokens,
-            self.output_variance + part * group.output_variance,
+            self.prompt_tokens + group.prompt_tokens,
+            self.output_tokens + group.output_tokens,
+            self.output_variance + group.output_variance,
         )
-
-    def part(self, part: float) -> "Ahead":
-        """What one of several workers has of it."""
-        return Ahead(part * self.prompt_tokens, part * self.output_tokens, part**2 * self.output_variance)
 
     def beyond(self, free_tokens: float, own_tokens: float) -> "Ahead":
         """What a request waits for that needs `own_tokens` of memory: nothing if it fits with those in front. Else all
@@ -196,8 +192,7 @@ class Wait(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """Of a worker with a model: seconds per uncached prompt token and per output token of a group's drain, and its
-    tail, but for the prefill of its last request."""
+    """Of a worker with a model: seconds per uncached prompt token and output token of a group's drain, and its tail."""
 
     prompt_s: float
     output_s: float
@@ -209,8 +204,6 @@ class _Measured:
     rates: Rates
     token_s: float
     """Per output token of one request: d · ε of Eq. 4."""
-    prefill_s: float
-    """P of Eq. 1: to prefill one request."""
 
 
 @dataclass
@@ -252,15 +245,8 @@ class Estimator:
         measured.rates.learn(seconds, prompt_tokens, output_tokens)
         self._latest[model] = measured
 
-    def learn_answer(
-        self,
-        worker: str,
-        model: str,
-        output_tokens: int,
-        token_s: float | None,
-        prefill_s: float | None = None,
-    ) -> None:
-        """An answer is complete: its length, its seconds per token and its own prefill, if they are known."""
+    def learn_answer(self, worker: str, model: str, output_tokens: int, token_s: float | None) -> None:
+        """An answer is complete: its length, and its seconds per token if they are known."""
         measured = self._of(worker, model)
         outputs = self._outputs.get(model)
         if outputs is None:
@@ -268,8 +254,6 @@ class Estimator:
         outputs.learn(output_tokens)
         if token_s is not None and 0 < token_s < inf:
             measured.token_s += 0.05 * (min(token_s, _FAR * measured.token_s) - measured.token_s)
-        if prefill_s is not None and 0 < prefill_s < inf:
-            measured.prefill_s += 0.05 * (prefill_s - measured.prefill_s)
         self._latest[model] = measured
 
     def full(self, worker: str, model: str, prompt_tokens: int, output_tokens: int, now_s: float) -> bool:
@@ -318,8 +302,7 @@ class Estimator:
         """What drains and tails are made of: W and C - W of groups are linear in their tokens."""
         measured = self._of(worker, model)
         if self.literal:
-            tail_s = measured.prefill_s + self.longest_tokens * measured.token_s
-            return Pace(0.0, 1 / measured.rates.throughput, tail_s)
+            return Pace(0.0, 1 / measured.rates.throughput, self.longest_tokens * measured.token_s)
         outputs = self._outputs.get(model)
         tokens = None if outputs is None else outputs.quantile(0.99)
         tail_s = (self.longest_tokens if tokens is None else tokens) * measured.token_s
@@ -350,10 +333,10 @@ class Estimator:
         if measured is None:
             known = self._latest.get(model)
             if known is None:
-                measured = _Measured(Rates(self.prompt_s, self.output_s), self.token_s, 0.0)
+                measured = _Measured(Rates(self.prompt_s, self.output_s), self.token_s)
             else:
                 rates = Rates(known.rates.prompt_s, known.rates.output_s)
-                measured = _Measured(rates, known.token_s, known.prefill_s)
+                measured = _Measured(rates, known.token_s)
             self._measured[worker, model] = measured
         return measured
 

@@ -90,7 +90,8 @@ class Qlm(Placement):
         self._looks_s = -inf
         self._late = self._late_first = frozenset[str]()
         """Workers that were late at the last two looks, and at the last."""
-        self._late_since_s = 0.0
+        self._short_since_s = 0.0
+        """The last look at which nothing was late, or would be."""
         self._asked_s: float | None = None
         """Of the question that has no answer."""
         self._is_planned = False
@@ -241,7 +242,8 @@ class Qlm(Placement):
         slots = self.queues.late(now_s)
         late = frozenset(slot.worker for slot in slots)
         self._late = late & self._late_first if since_s <= self.every_s else frozenset()
-        self._late_since_s = self._late_since_s if self._late else now_s
+        if not slots and not any(group.kind.late and len(group) for group in self.queues.groups):
+            self._short_since_s = now_s
         self._late_first = late
         self._counts["taken over"] += self.queues.take_over(now_s)
         if self._asked_s is not None and now_s - self._asked_s >= self.patience_s:
@@ -287,7 +289,7 @@ class Qlm(Placement):
         for name, worker in queues.workers.items():
             rows = self._slots(name, now_s)
             for group, slot in rows:
-                late[_sort(group)] += len(group) * (slot.late_s > 0)
+                late[_sort(group)] += len(group) * (slot.late_s > 0 or group.kind.late)
             workers[name] = {
                 "loaded": worker.loaded,
                 "wanted": queues.wanted(name),
@@ -302,9 +304,10 @@ class Qlm(Placement):
         if answer is not None:
             s_ago = round(now_s - self._answered_s, 3)
             last = {"s_ago": s_ago, "late": answer.late, "late_s": round(answer.late_s, 3)}
-            if self.late(now_s) and answer.late:
-                why, for_s = "no order was found that is in time", round(now_s - self._late_since_s, 3)
+            for_s = round(self._looks_s - self.every_s - self._short_since_s, 3)
+            if for_s > 0 and self._waiting:
                 models = {model: 1 for (model, _), count in late.most_common(1) if count}
+                why = "no order was found that is in time"
                 shortage = {"more": None, "least": 1, "models": models, "why": why, "for_s": for_s}
         return {
             "groups": len(queues.groups),

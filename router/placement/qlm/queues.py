@@ -124,10 +124,7 @@ class VirtualQueues:
     # -- workers
 
     def worker_up(self, worker: Worker) -> None:
-        """A worker without requests in flight. What was stranded may come to it. ValueError if it can load models and
-        does not say how long the one takes that is loaded."""
-        if worker.swap_s and worker.loaded is not None and worker.loaded not in worker.swap_s:
-            raise ValueError(f"{worker.name}: how long it takes to load {worker.loaded} again is not said")
+        """A worker without requests in flight. What was stranded may come to it."""
         self.worker_down(worker.name)
         self.workers[worker.name] = worker
         self._settle_stranded()
@@ -290,27 +287,20 @@ class VirtualQueues:
         return [slot for name in self.workers for slot in self.slots(name, now_s) if slot.late_s > 0]
 
     def wait(self, request_id: str, now_s: float) -> Wait | None:
-        """How long a request that waits still has to, if it is the last in its group; None if that is nowhere. Workers
-        that have the model share what is before it, whatever queue it is in. Where none has the model, its queue's
-        order counts. O(groups)."""
+        """How long a request that waits still has to, if it is the last in its group and what is before that in its
+        queue goes first; None if that is nowhere. O(groups)."""
         group = self.groups.of(request_id)
         worker = None if group is None else self._owner(group)
         if group is None or worker is None:
             return None
-        model, waiting = group.kind.model, self.waiting(worker)
-        peers = [one for one in self.workers.values() if one.is_open and one.loaded == model]
-        if worker in peers and waiting and waiting[0].kind.model == model:
-            share = 1 / len(peers)
-            free = share * sum(max(0.0, one.kv_tokens - one.held_tokens) for one in peers)
-            return self.estimator.wait(worker.name, model, self._before(group).part(share), free)
-        start_s, ahead = 0.0, Ahead()
+        start_s, ahead, free = 0.0, Ahead(), max(0.0, worker.kv_tokens - worker.held_tokens)
         for slot in self.slots(worker.name, now_s):
             if slot.swaps:
-                start_s, ahead = slot.start_s, Ahead()
+                start_s, ahead, free = slot.start_s, Ahead(), 0.0
             ahead = ahead.plus(self.groups.by_number[slot.demand.number])
             if slot.demand.number == group.number:
                 break
-        wait = self.estimator.wait(worker.name, model, ahead)
+        wait = self.estimator.wait(worker.name, group.kind.model, ahead, free)
         return Wait(start_s + wait.mean_s, start_s + wait.likely_s)
 
     def waiting(self, worker: Worker) -> list[Group]:
@@ -434,20 +424,6 @@ class VirtualQueues:
             worker.stays = stays(self._as_queue(worker), order), now_s + STAYS_S
         return worker.stays[0]
 
-    def _before(self, group: Group) -> Ahead:
-        """What of the same model goes before the last of a group, and that group: those in time before those that are
-        late, and of its own kind the part of each group whose deadlines are earlier, taken to be even."""
-        ahead, (_, last_s) = Ahead(), _span(group)
-        for other in self.groups:
-            if not len(other) or other.kind.model != group.kind.model or other.kind.late > group.kind.late:
-                continue
-            part = 1.0
-            if other.kind.late == group.kind.late and other is not group:
-                first_s, end_s = _span(other)
-                part = min(1.0, max(0.0, (last_s - first_s) / max(1e-9, end_s - first_s)))
-            ahead = ahead.plus(other, part)
-        return ahead
-
     def _demand(
         self, group: Group, now_s: float, workers: Collection[Worker], paces: dict[tuple[str, str], Pace]
     ) -> Demand:
@@ -535,10 +511,3 @@ class VirtualQueues:
 def _has_room(worker: Worker, group: Group) -> bool:
     """Whether the next of a group may be sent there."""
     return worker.has_room(None if group.kind.late else group.deadlines[0])
-
-
-def _span(group: Group) -> tuple[float, float]:
-    """Deadlines, or of late ones since when they wait, of the first and the last."""
-    if group.kind.late:
-        return group.line[0].key[0], group.line[-1].key[0]
-    return group.deadlines[0], group.deadlines[-1]

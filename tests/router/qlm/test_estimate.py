@@ -93,7 +93,7 @@ def learnt(machine: str, *, literal: bool = False, window_s: float = 0.0) -> Est
             estimator.learn("w", "m", seconds, prompts, outputs)
             prompts, outputs, seconds = 0, 0, 0.0
     for (_, output), first_s, end_s in zip(earlier.requests, earlier.first_s, earlier.end_s, strict=True):
-        estimator.learn_answer("w", "m", output, (end_s - first_s) / output if output > 1 else None, 0.05)
+        estimator.learn_answer("w", "m", output, (end_s - first_s) / output if output > 1 else None)
     return estimator
 
 

@@ -230,13 +230,6 @@ def test_what_nobody_can_serve_waits_for_a_worker() -> None:
     assert (site.stranded, len(site.groups)) == ([], 0)
 
 
-def test_a_worker_says_how_long_it_takes_to_come_back_to_its_model() -> None:
-    site = a_site("v")
-    with pytest.raises(ValueError, match="load a again"):
-        site.worker_up(Worker("w", "a", 1_000, swap_s={"b": 1.0}))
-    assert set(site.orders()) == {"v"}
-
-
 def test_the_router_s_part_does_not_load_scipy() -> None:
     """They are for the process that plans: scipy alone takes a second and 40 MB."""
     code = "import sys, router.placement.qlm; print(*sys.modules)"
