@@ -283,13 +283,14 @@ class Qlm(Placement):
         """What waits by model and class, each worker's groups in order with when they start, plans, and how good
         estimates were. O(groups)."""
         queues, workers = self.queues, dict[str, object]()
-        waiting, late = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        waiting, late, short = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[str]()
         for group in queues.groups:
             waiting[_sort(group)] += len(group)
         for name, worker in queues.workers.items():
             rows = self._slots(name, now_s)
             for group, slot in rows:
-                late[_sort(group)] += len(group) * (slot.late_s > 0 or group.kind.late)
+                late[_sort(group)] += len(group) * (slot.late_s > 0)
+                short[group.kind.model] += len(group) * (slot.late_s > 0 or group.kind.late)
             workers[name] = {
                 "loaded": worker.loaded,
                 "wanted": queues.wanted(name),
@@ -306,7 +307,7 @@ class Qlm(Placement):
             last = {"s_ago": s_ago, "late": answer.late, "late_s": round(answer.late_s, 3)}
             for_s = round(self._looks_s - self.every_s - self._short_since_s, 3)
             if for_s > 0 and self._waiting:
-                models = {model: 1 for (model, _), count in late.most_common(1) if count}
+                models = {model: 1 for model, count in short.most_common(1) if count}
                 why = "no order was found that is in time"
                 shortage = {"more": None, "least": 1, "models": models, "why": why, "for_s": for_s}
         return {
