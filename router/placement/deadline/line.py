@@ -190,9 +190,11 @@ class Line:
         is_late, queue = first.is_late, self._queues[first.request.client]
         found = [self.items[name] for name in queue.heaps[is_late].top(NEAR)]
         if len(found) < NEAR and not queue.tier:
-            for client in self._heads[is_late].top(NEAR - len(found) + 1):
-                if client != first.request.client and not self.shares.is_ahead(client):
-                    found.append(self.items[self._queues[client].heaps[is_late].first() or ""])
+            found += [
+                self.items[self._queues[client].heaps[is_late].first() or ""]
+                for client in self._heads[is_late].top(NEAR - len(found) + 1)
+                if client != first.request.client and not self.shares.is_ahead(client)
+            ]
         last_s = first.due_s + NEAR_PART * first.slo_s
         return [one for one in found if one.due_s <= last_s]
 
