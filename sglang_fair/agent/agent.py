@@ -15,7 +15,7 @@ from router.events import Agent as Report
 from router.events import Answer, Exchange
 from sglang_fair.agent.replica import ReplicaClient
 from sglang_fair.agent.steps import Steps, read_ahead
-from sglang_fair.cluster.plan import AGENT_READY
+from sglang_fair.cluster.plan import PROGRAMS
 from sglang_fair.common.curve import Keys
 from sglang_fair.models import checkpoint
 
@@ -142,7 +142,7 @@ class Agent:
             self._changed.set()
         if self._steps.loaded and not self._is_ready:
             self._is_ready = True
-            print(f"{AGENT_READY}: {self._worker} has {self._steps.loaded}", flush=True)
+            print(f"{PROGRAMS['agent'].ready}: {self._worker} has {self._steps.loaded}", flush=True)
         await self._read_ahead(answer.ahead)
 
     async def _read_ahead(self, ahead: tuple[str, ...]) -> None:

@@ -1,6 +1,8 @@
 """What a cluster shows on a terminal: what it waits for, the processes' output, and where to send requests."""
 
+import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
@@ -9,7 +11,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from sglang_fair.cluster.plan import Plan, curl_example
+from sglang_fair.cluster.plan import Plan
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 OWN_STYLE = "bold"
@@ -158,5 +160,10 @@ def addresses(
 
 def example(gateway: str, model: str = "default", *, has_tenants: bool = False) -> str:
     """A first request to paste into a shell, for the model of this name."""
-    curl = curl_example(gateway, model, has_tenants=has_tenants)
-    return f"\nTry it:\n\n{curl}\n\nCtrl-C stops everything.\n"
+    client = "authorization: Bearer KEY" if has_tenants else "x-fair-client: alice"
+    question = {"role": "user", "content": "What is the capital of Italy?"}
+    body = json.dumps({"model": model, "messages": [question], "max_tokens": 32})
+    return (
+        f"\nTry it:\n\ncurl -s {gateway}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"  -H '{client}' -d {shlex.quote(body)}\n\nCtrl-C stops everything.\n"
+    )

@@ -59,16 +59,11 @@ class RouterLink(RouterClient):
         self.tell(WorkerDrain(worker.name))
 
 
-async def router_answers(endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None) -> bool:
-    """Whether a router at `endpoint` answers a query within `timeout_s`. With `keys`, here and below, it must have its
-    own."""
-    return await router_workers(endpoint, timeout_s, keys) is not None
-
-
 async def router_workers(
     endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
 ) -> dict[str, Any] | None:
-    """The workers in the answer of the router at `endpoint`, by name. None if it does not answer in time."""
+    """The workers in the answer of the router at `endpoint`, by name. None if it does not answer in time. With `keys`,
+    here and below, it must have its own."""
     return await _part("workers", endpoint, timeout_s, keys)
 
 

@@ -36,9 +36,7 @@ from sglang_fair.cluster.control import Control, Refused, Say
 from sglang_fair.cluster.models import fewest
 from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica
 from sglang_fair.cluster.plan import (
-    FLEET_GRACE_S,
-    FLEET_READY,
-    REPLICA_GRACE_S,
+    PROGRAMS,
     FleetFiles,
     Replica,
     Worker,
@@ -67,7 +65,7 @@ MISSED_S = 5.0
 """How long an actor may be silent before its replica is listed no more. Gateways notice by themselves that one is dead;
 a link between Ray's nodes that hangs for a moment is no reason to send its requests elsewhere."""
 
-STOP_S = FLEET_GRACE_S - 5.0
+STOP_S = PROGRAMS["fleet"].stop_grace_s - 5.0
 CONNECT_S = 5.0
 MISSING = "--ray needs the package ray: pip install 'sglang-fair[ray]'"
 
@@ -220,7 +218,7 @@ class Host:
         self._is_stopping = True
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(REPLICA_GRACE_S)
+            self._process.wait(PROGRAMS["replica"].stop_grace_s)
         asyncio.run(kill_session(self._process.pid))
 
     def _follow(self) -> None:
@@ -386,7 +384,7 @@ class Fleet:
                     self._write()
                     if not self.was_up and all(one.is_up for one in self._members.values()):
                         self.was_up = True
-                        self._say(FLEET_READY)
+                        self._say("all replicas are ready")
                     await asyncio.sleep(LOOK_S)
             finally:
                 await asyncio.gather(*(self._stop(one) for one in self._members.values()))

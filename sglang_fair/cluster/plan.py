@@ -2,10 +2,8 @@
 
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,67 +21,56 @@ from sglang_fair.settings.setting import command_line, shared
 Role = Literal["fork-server", "replica", "fleet", "router", "agent", "gateway", "dashboard", "feeder"]
 
 START_ORDER: tuple[tuple[Role, ...], ...] = (
-    ("fork-server",),
-    ("replica", "fleet", "router"),
-    ("agent",),
-    ("gateway", "dashboard"),
-    ("feeder",),
-)
+    ("fork-server",), ("replica", "fleet", "router"), ("agent",), ("gateway", "dashboard"), ("feeder",)
+)  # fmt: skip
 """The gateway comes last, so that its port opens only when there is something behind it."""
 
 STOP_ORDER: tuple[tuple[Role, ...], ...] = (
-    ("feeder",),
-    ("gateway", "dashboard"),
-    ("agent",),
-    ("router",),
-    ("replica", "fleet"),
-    ("fork-server",),
-)
+    ("feeder",), ("gateway", "dashboard"), ("agent",), ("router",), ("replica", "fleet"), ("fork-server",)
+)  # fmt: skip
 
 DISPENSABLE: tuple[Role, ...] = ("dashboard", "agent", "feeder")
 """Without these a cluster goes on."""
 
-LOCAL = "127.0.0.1"
-"""Replicas and router listen here only: they believe the names that a gateway gives clients."""
-
-REPLICA_GRACE_S = 10.0
-"""Time for a replica to finish when it is stopped."""
-
-FLEET_GRACE_S = REPLICA_GRACE_S + 10.0
-"""The same for the process that has replicas on other machines: it waits for theirs."""
-
 GATEWAY_DRAIN_S = 5
 """Time for open requests when the cluster is stopped."""
 
-REPLICA_OVERHEAD_BYTES = 1_000_000_000
-"""Private memory of a CPU replica's three processes and its KV pool, besides the weights."""
 
-FORK_SERVER_BYTES = 1_000_000_000
-"""What replicas on a CPU share: everything that a replica imports."""
+@dataclass(frozen=True)
+class Program:
+    """What a role runs: `python -m module`, with settings of that class."""
 
-FRONT_BYTES = 600_000_000
-"""Router, gateway and supervisor together."""
+    module: str
+    settings: type
+    stop_grace_s: float
+    ready: str = ""
+    """A line of its output with this says that it is ready; "": its address does."""
+    start_s: float = 120.0
+    """Longest wait for that."""
 
-LOAD_BYTES_PER_S = 50e6
-"""Of a slow network disk, or a download."""
 
-KERNELS_S = 1200.0
-"""SGLang 0.5.23 gives the compilation of DeepGEMM's kernels "typically 10-20 mins" (compile_utils.py, at its start)."""
+PROGRAMS: Mapping[Role, Program] = {
+    "fork-server": Program(
+        "sglang_fair.engines.fork_server", table.Replica, 5.0, "ready to fork replicas", 300.0
+    ),
+    "replica": Program("sglang_fair.engines.replica", table.Replica, 10.0),
+    # It waits for its replicas on other machines.
+    "fleet": Program("sglang_fair.cluster.on_ray", table.Replica, 20.0),
+    "router": Program("router", table.Router, 3.0),
+    "agent": Program("sglang_fair.agent", table.AgentSettings, 3.0, "agent ready"),
+    "gateway": Program("router.gateway", table.Gateway, GATEWAY_DRAIN_S + 2.0),
+    "dashboard": Program("sglang_fair.dashboard", table.Dashboard, 3.0),
+    "feeder": Program("router.feeder", table.Feeder, 5.0, "feeder ready"),
+}
 
-UNKNOWN_BYTES = 400_000_000_000
-"""Weights of a model that does not say how heavy it is: as of 200 billion parameters in 16 bits."""
+LOCAL = "127.0.0.1"
+"""Replicas and router listen here only: they believe the names that a gateway gives clients."""
 
-FEEDER_READY = "feeder ready"
-"""The same of the feeder: it looks for batches."""
+LOADS_S = {"cpu": 600.0, "cuda": 9_600.0}
+"""Longest wait for weights from a cold disk, and on GPUs for kernels: SGLang 0.5.23 gives the compilation of DeepGEMM's
+"typically 10-20 mins" (compile_utils.py, at its start); 400 GB at 50 MB/s take 8,000 s."""
 
-FLEET_READY = "all replicas are ready"
-"""The same of the process that has replicas on other machines."""
-
-FORK_SERVER_READY = "ready to fork replicas"
-"""A line of the fork server's output that contains this says that it listens."""
-
-AGENT_READY = "agent ready"
-"""The same of an agent's output: the router knows what its replica has."""
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +78,6 @@ class Machine:
     """What a cluster can run on. `gpus` are those that CUDA_VISIBLE_DEVICES allows, also where others use them."""
 
     cores: int
-    available_bytes: int
     gpus: tuple[Gpu, ...]
     cuda_build: bool
     """Whether the SGLang that is installed has its GPU kernels."""
@@ -100,12 +86,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Model:
-    """A model on disk. `weights_bytes` is its size in the precision that it is stored in."""
+    """A model on disk."""
 
     folder: Path
     served_name: str
-    weights_bytes: int
-    asked: str | None = None
+    wanted: str | None = None
     """What --model is for a replica that has it; None: as the operator says."""
 
 
@@ -127,24 +112,15 @@ class LineReady:
 
 @dataclass(frozen=True)
 class RouterReady:
-    """Ready when the router at `endpoint` answers a query."""
+    """Ready when the router at `endpoint` answers a query, and knows as many replicas."""
 
     endpoint: str
     keys: str | None = None
-    """The folder with the keys that it is asked with."""
+    """The folder with the keys of the query."""
+    replicas: int = 0
 
 
-@dataclass(frozen=True)
-class FleetReady:
-    """Ready when it has said so, and the router at `endpoint` knows as many replicas as are asked of it."""
-
-    endpoint: str
-    replicas: int
-    keys: str | None = None
-    """The folder with the keys that the router is asked with."""
-
-
-Ready = HttpReady | LineReady | RouterReady | FleetReady
+Ready = HttpReady | LineReady | RouterReady
 
 
 @dataclass(frozen=True)
@@ -182,11 +158,6 @@ class Replica:
     models: tuple[str, ...] = ()
     """As those of `Worker`."""
 
-    @property
-    def all_models(self) -> tuple[str, ...]:
-        """As those of `Worker`."""
-        return self.model, *self.models
-
     def renamed(self, name: str) -> "Replica":
         """Another one like it."""
         settings = dict(self.settings)
@@ -197,7 +168,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class FleetFiles:
-    """Where the process that has the replicas on other machines reads what they are, where it lists them, and where it
+    """Where the process that has the replicas on other machines reads its settings, where it lists them, and where it
     is asked for changes."""
 
     settings: Path
@@ -215,7 +186,7 @@ class Process:
     ready: Ready
     ready_timeout_s: float
     stop_grace_s: float
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=UNBUFFERED.copy)
     """On top of the supervisor's own environment."""
     worker: Worker | None = None
     """For a replica: what the router must know of it."""
@@ -267,24 +238,6 @@ def each_model(options: Options, models: Model | Sequence[Model]) -> tuple[Model
     return (models,) * options.replicas if isinstance(models, Model) else tuple(models)
 
 
-def check_memory(options: Options, device: Device, machine: Machine, models: Model | Sequence[Model]) -> None:
-    """Raises `ConfigError` when the replicas cannot fit in memory. On GPUs SGLang checks itself. `models` as in
-    `each_model`."""
-    if device != "cpu":
-        return
-    each = each_model(options, models)
-    overhead = REPLICA_OVERHEAD_BYTES if options.emulation() is None else 0
-    needs, shared = [model.weights_bytes + overhead for model in each], FRONT_BYTES + FORK_SERVER_BYTES
-    needed = sum(needs) + shared
-    if needed > machine.available_bytes:
-        fit = sum(total <= machine.available_bytes - shared for total in accumulate(needs))
-        which = ", ".join(dict.fromkeys(model.asked or options.model for model in each))
-        raise ConfigError(
-            f"too little memory: {len(each)} replicas of {which} need about {_gb(needed)}, "
-            f"{_gb(machine.available_bytes)} are available; {fit} would fit (--replicas)"
-        )
-
-
 def build(
     options: Options,
     device: Device,
@@ -298,7 +251,9 @@ def build(
     """The processes of the cluster. `models` are as in `each_model`, `gpus` those of each replica, if it computes on
     any, `swaps` the models that a replica can load, by its number. With a `fleet` replicas run on other machines."""
     each = each_model(options, models)
-    router = f"tcp://{LOCAL}:{ports.router}"
+    router, keys = f"tcp://{LOCAL}:{ports.router}", shared(options, table.Keyed)["keys"]
+    certificate = shared(options, table.Certified)["tls_cert"]
+    gateway = served_url(options, options.host, ports.gateway)
     fork_server = f"sglang-fair/fork-server/{ports.router}" if device == "cpu" and fleet is None else None
     replicas = tuple(
         placed(one, LOCAL, port, machine.python, gpus[index] if gpus else (), fork_server)
@@ -307,28 +262,83 @@ def build(
         )
     )
     workers = tuple(one.worker for one in replicas if one.worker is not None)
-    return Plan(
-        processes=(
-            *((_fork_server(options, machine, each[0], fork_server),) if fork_server else ()),
-            *replicas,
-            *((_fleet(options, device, machine, each, fleet, router),) if fleet else ()),
-            _router(options, machine, router, workers, None if fleet is None else fleet.listed),
-            *(
-                _agent(options, machine, workers[index], can_load, router)
-                for index, can_load in sorted(swaps.items())
-            ),
-            _gateway(options, machine, _served(options, each, swaps), router, ports.gateway),
-            *((_dashboard(options, machine, ports.gateway),) if options.dashboard_port else ()),
-            *((_feeder(options, machine, ports.gateway),) if options.batches else ()),
-        ),
-        router=router,
-        router_http=None if (port := options.router_http_port) is None else f"http://{LOCAL}:{port}",
-    )  # fmt: skip
+
+    def process(
+        role: Role, values: Mapping[str, Any], ready: Ready | None = None, *before: str, name: str = ""
+    ) -> Process:
+        program = PROGRAMS[role]
+        return Process(
+            name=name or role, role=role,
+            argv=(machine.python, "-m", program.module, *before, *command_line(program.settings, values)),
+            ready=ready or LineReady(program.ready),
+            ready_timeout_s=options.start_timeout_s or program.start_s, stop_grace_s=program.stop_grace_s,
+        )  # fmt: skip
+
+    found: list[Process] = [*replicas]
+    if fork_server:
+        engine = shared(options, table.Engine) | {"device": device, "model": each[0].wanted or options.model}
+        one = process("fork-server", engine, None, fork_server)
+        found.insert(
+            0, replace(one, env={**one.env, "OPENBLAS_NUM_THREADS": "1"})
+        )  # a fork would lose threads
+    if fleet:
+        one = process("fleet", {}, RouterReady(router, keys, len(each)), str(fleet.settings))
+        start_s = options.ray_wait_s + ready_timeout_s(options, device, machine) + one.stop_grace_s
+        found.append(replace(one, ready_timeout_s=start_s, says_why=True))
+    settings = _router_settings(options, router) | {"replicas_file": fleet and str(fleet.listed)}
+    found.append(with_workers(process("router", settings, RouterReady(router, keys)), workers))
+    for index, can_load in sorted(swaps.items()):
+        found.append(process("agent", {
+            "worker": workers[index].name, "replica": workers[index].url, "router": router, "keys": keys,
+            "models": ",".join(f"{model.served_name}={model.folder}" for model in can_load),
+        }, name=agent_name(workers[index].name)))  # fmt: skip
+    settings = _gateway_settings(options, _served(options, each, swaps), router, ports.gateway)
+    found.append(process("gateway", settings, HttpReady(f"{gateway}/health", certificate)))
+    if options.dashboard_port:
+        found.append(process("dashboard", {  # on this machine: what shows it to others does so with a key
+            "gateway": admin_url(options) or gateway, "gateway_cert": certificate, "port": options.dashboard_port,
+        }, HttpReady(f"{dashboard_url(options)}/health")))  # fmt: skip
+    if options.batches:
+        found.append(process("feeder", {
+            **shared(options, table.Feeder), "batches": absolute(options.batches), "gateway": gateway,
+            "gateway_cert": certificate,
+        }))  # fmt: skip
+    http = options.router_http_port
+    return Plan(tuple(found), router, None if http is None else f"http://{LOCAL}:{http}")
 
 
-def agent_name(replica: str) -> str:
-    """What the agent beside a replica is called."""
-    return "a" + replica.removeprefix("r")
+def _router_settings(options: Options, router: str) -> dict[str, Any]:
+    cost = options.service_cost()  # of which the router knows the linear part
+    return shared(options, table.Router) | {
+        "bind": router,
+        "extend_weight": cost.extend_weight,
+        "output_weight": cost.output_weight,
+        "client_weights": options.client_weights or None,
+        "quantum": DEFAULT_QUANTUM if options.quantum is None else options.quantum,
+        "parameter": [f"{name}={json.dumps(value)}" for name, value in options.placement_parameters().items()],
+        "page_size": page_tokens(options.extra),
+        "http_host": LOCAL,
+        "http_port": options.router_http_port,
+        "tls_cert": None,  # on this machine it is served over http
+        "tls_key": None,
+    }  # fmt: skip
+
+
+def _gateway_settings(options: Options, models: Sequence[Model], router: str, port: int) -> dict[str, Any]:
+    first, *more = models
+    return {
+        **shared(options, table.Gateway),
+        "port": port,
+        "router": (router,),
+        "model_name": first.served_name,
+        "tokenizer": str(first.folder),
+        "more_models": ",".join(f"{one.served_name}={one.folder}" for one in more) or None,
+        "workers": options.gateway_workers,
+        "drain_s": GATEWAY_DRAIN_S,
+        "notice_s": 0.0,
+        "batches": absolute(options.batches),
+        **limits.parse(options.gateway_options),
+    }
 
 
 def _served(
@@ -340,232 +350,19 @@ def _served(
     return tuple(found[name] for name in (names if options.models else found))
 
 
+def agent_name(replica: str) -> str:
+    """What the agent beside a replica is called."""
+    return "a" + replica.removeprefix("r")
+
+
 def with_workers(router: Process, workers: Sequence[Worker]) -> Process:
     """The router process, started with these replicas."""
     argv = list(router.argv)
     while "--worker" in argv:
         at = argv.index("--worker")
         del argv[at : at + 2]
-    return replace(router, argv=(*argv, *_worker_arguments(workers)))
-
-
-def ready_timeout_s(options: Options, device: Device, machine: Machine, model: Model) -> float:
-    """Longest wait for a replica that neither answers nor ends: for its imports on shared cores, for weights from a
-    cold disk, and on GPUs for kernels and graphs that are made at the first start."""
-    if options.start_timeout_s is not None:
-        return options.start_timeout_s
-    sharing = math.ceil(options.replicas / machine.cores)
-    if device == "cpu":
-        return 300.0 + 120.0 * sharing + model.weights_bytes / LOAD_BYTES_PER_S
-    return 600.0 + 60.0 * sharing + KERNELS_S + (model.weights_bytes or UNKNOWN_BYTES) / LOAD_BYTES_PER_S
-
-
-def gateway_url(host: str, port: int, *, is_secure: bool = False) -> str:
-    """Where to send requests from this machine."""
-    host = {"0.0.0.0": LOCAL, "::": "::1", "": LOCAL}.get(host, host)
-    scheme = "https" if is_secure else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def served_url(options: Options, host: str, port: int) -> str:
-    """Where this machine reaches what a cluster's gateway serves at `host`."""
-    return gateway_url(host, port, is_secure=options.tls_cert is not None)
-
-
-def curl_example(url: str, model: str = "default", *, has_tenants: bool = False) -> str:
-    """A request to paste into a shell."""
-    who = "authorization: Bearer KEY" if has_tenants else "x-fair-client: alice"
-    body = json.dumps(
-        {
-            "model": model,
-            "messages": [{"role": "user", "content": "What is the capital of Italy?"}],
-            "max_tokens": 32,
-        }
-    )
-    return (
-        f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f"  -H '{who}' -d {shlex.quote(body)}"
-    )
-
-
-def replicas_for(
-    options: Options,
-    device: Device,
-    machine: Machine,
-    models: Sequence[Model],
-    swaps: Mapping[int, Sequence[Model]] = MappingProxyType({}),
-) -> tuple[Replica, ...]:
-    """The replicas of a cluster, one for each of `models`; `swaps` as in `build`."""
-    return tuple(
-        Replica(
-            name=f"r{index}",
-            settings={
-                "name": f"r{index}",
-                **shared(options, table.Replica),
-                "model": model.asked or options.model,
-                "served_name": model.served_name if options.models else None,
-                "device": device,
-                "extra": options.extra,
-                **_cost(options.service_cost()),
-                "keys": _path(options.keys),
-                "identity": None,  # the gateway has put the name into a header
-                "normal": None if options.normal is None else f"{Path(options.normal).absolute()}.r{index}",
-                "apps": None,  # the gateway has put that into a header, too
-            },
-            log_level=options.log_level,
-            ready_timeout_s=ready_timeout_s(options, device, machine, model),
-            model=model.served_name if options.models else "",
-            models=tuple(one.served_name for one in swaps.get(index, ())),
-        )
-        for index, model in enumerate(models)
-    )
-
-
-def placed(
-    replica: Replica,
-    host: str,
-    ports: ReplicaPorts,
-    python: str,
-    gpus: tuple[Gpu, ...] = (),
-    fork_server: str | None = None,
-) -> Process:
-    """The replica on the machine with the address `host`."""
-    at = f"[{host}]" if ":" in host else host
-    worker = Worker(
-        name=replica.name,
-        url=f"{scheme(replica.settings['extra'])}://{at}:{ports.http}",
-        kv=f"tcp://{at}:{ports.kv}",
-        replay=f"tcp://{at}:{ports.kv + 1}",
-        load=None if ports.load is None else f"tcp://{at}:{ports.load}",
-        model=replica.model,
-        models=replica.models,
-    )
-    values = {
-        **replica.settings,
-        "host": host,
-        "port": ports.http,
-        "kv_port": ports.kv,
-        "load_port": ports.load,
-        "extra": (
-            "--log-level",
-            replica.log_level,
-            "--nccl-port",
-            str(ports.rendezvous),
-            *replica.settings["extra"],
-        ),
-    }
-    command = () if fork_server else (python, "-m", "sglang_fair.engines.replica")
-    return Process(
-        name=replica.name,
-        role="replica",
-        argv=(*command, *command_line(table.Replica, values)),
-        ready=HttpReady(f"{worker.url}/ready"),
-        ready_timeout_s=replica.ready_timeout_s,
-        stop_grace_s=REPLICA_GRACE_S,
-        env={
-            "PYTHONUNBUFFERED": "1",
-            **environment(gpus),
-        },
-        worker=worker,
-        fork_server=fork_server,
-        gpus=gpus,
-    )
-
-
-def scheme(extra: Sequence[str]) -> str:
-    """How a replica with these arguments is spoken to."""
-    return "https" if extra_argument(extra, "--ssl-certfile") else "http"
-
-
-def _fleet(
-    options: Options,
-    device: Device,
-    machine: Machine,
-    models: Sequence[Model],
-    files: FleetFiles,
-    router: str,
-) -> Process:
-    slowest_s = max(ready_timeout_s(options, device, machine, model) for model in models)
-    return Process(
-        name="fleet",
-        role="fleet",
-        argv=(machine.python, "-m", "sglang_fair.cluster.on_ray", str(files.settings)),
-        ready=FleetReady(router, len(models), _path(options.keys)),
-        ready_timeout_s=options.ray_wait_s + slowest_s + FLEET_GRACE_S,
-        stop_grace_s=FLEET_GRACE_S,
-        env={"PYTHONUNBUFFERED": "1"},
-        says_why=True,
-    )
-
-
-def _fork_server(options: Options, machine: Machine, model: Model, name: str) -> Process:
-    known = shared(options, table.Engine) | {"device": "cpu", "model": model.asked or options.model}
-    engine = command_line(table.Replica, known)
-    return Process(
-        name="fork-server",
-        role="fork-server",
-        argv=(machine.python, "-m", "sglang_fair.engines.fork_server", name, *engine),
-        ready=LineReady(FORK_SERVER_READY),
-        ready_timeout_s=options.start_timeout_s or 300.0,
-        stop_grace_s=5.0,
-        env={
-            "PYTHONUNBUFFERED": "1",
-            "OPENBLAS_NUM_THREADS": "1",  # numpy's threads, which a fork would lose
-        },
-    )
-
-
-def _cost(cost: Cost) -> dict[str, Any]:
-    """The replica's settings for this cost. A linear cost's weights stay apart, so that they win over the ones in the
-    environment."""
-    if isinstance(cost, Linear):
-        return {"cost": Linear.name, "extend_weight": cost.extend_weight, "output_weight": cost.output_weight}
-    return {"cost": describe(cost), "extend_weight": None, "output_weight": None}
-
-
-def _router(
-    options: Options, machine: Machine, router: str, workers: tuple[Worker, ...], listed: Path | None
-) -> Process:
-    cost = options.service_cost()  # of which the router knows the linear part
-    values = shared(options, table.Router) | {
-        "bind": router,
-        "extend_weight": cost.extend_weight,
-        "output_weight": cost.output_weight,
-        "client_weights": options.client_weights or None,
-        "quantum": DEFAULT_QUANTUM if options.quantum is None else options.quantum,
-        "parameter": [
-            f"{name}={json.dumps(value)}" for name, value in options.placement_parameters().items()
-        ],
-        "page_size": page_tokens(options.extra),
-        "swap_finish_s": options.swap_finish_s,
-        "replicas_file": None if listed is None else str(listed),
-        "replica_ca": _path(options.replica_ca),
-        "limits": _path(options.limits),
-        "http_host": LOCAL,
-        "http_port": options.router_http_port,
-        "keys": _path(options.keys),
-        "tls_cert": None,  # on this machine it is served over http
-        "tls_key": None,
-    }
-    return Process(
-        name="router",
-        role="router",
-        argv=(
-            machine.python,
-            "-m",
-            "router",
-            *command_line(table.Router, values),
-            *_worker_arguments(workers),
-        ),
-        ready=RouterReady(router, _path(options.keys)),
-        ready_timeout_s=options.start_timeout_s or 120.0,
-        stop_grace_s=3.0,
-        env={"PYTHONUNBUFFERED": "1"},
-    )
-
-
-def _worker_arguments(workers: Sequence[Worker]) -> list[str]:
-    return command_line(table.Router, {"worker": [written(worker) for worker in workers]})
+    known = command_line(table.Router, {"worker": [written(worker) for worker in workers]})
+    return replace(router, argv=(*argv, *known))
 
 
 def written(worker: Worker) -> str:
@@ -577,108 +374,110 @@ def written(worker: Worker) -> str:
     )
 
 
-def _agent(
-    options: Options, machine: Machine, worker: Worker, can_load: Sequence[Model], router: str
+def ready_timeout_s(options: Options, device: Device, machine: Machine) -> float:
+    """Longest wait for a replica that neither answers nor ends: for its imports on shared cores, for weights, and on
+    GPUs for kernels and graphs that are made at the first start."""
+    sharing = math.ceil(options.replicas / machine.cores)
+    return options.start_timeout_s or 300.0 + 120.0 * sharing + LOADS_S[device]
+
+
+def replicas_for(
+    options: Options,
+    device: Device,
+    machine: Machine,
+    models: Sequence[Model],
+    swaps: Mapping[int, Sequence[Model]] = MappingProxyType({}),
+) -> tuple[Replica, ...]:
+    """The replicas of a cluster, one for each of `models`; `swaps` as in `build`."""
+    known = {
+        **shared(options, table.Replica),
+        "device": device,
+        **_cost(options.service_cost()),
+        "identity": None,  # the gateway has put the name into a header
+        "apps": None,  # and that, too
+    }
+    return tuple(
+        Replica(
+            name=f"r{index}",
+            settings={
+                **known,
+                "name": f"r{index}",
+                "model": model.wanted or options.model,
+                "served_name": model.served_name if options.models else None,
+                "normal": known["normal"] and f"{known['normal']}.r{index}",
+            },
+            log_level=options.log_level,
+            ready_timeout_s=ready_timeout_s(options, device, machine),
+            model=model.served_name if options.models else "",
+            models=tuple(one.served_name for one in swaps.get(index, ())),
+        )
+        for index, model in enumerate(models)
+    )
+
+
+def _cost(cost: Cost) -> dict[str, Any]:
+    """The replica's settings for this cost. A linear cost's weights stay apart, so that they win over the ones in the
+    environment."""
+    if isinstance(cost, Linear):
+        return {"cost": Linear.name, "extend_weight": cost.extend_weight, "output_weight": cost.output_weight}
+    return {"cost": describe(cost), "extend_weight": None, "output_weight": None}
+
+
+def placed(
+    replica: Replica,
+    host: str,
+    ports: ReplicaPorts,
+    python: str,
+    gpus: tuple[Gpu, ...] = (),
+    fork_server: str | None = None,
 ) -> Process:
+    """The replica on the machine with the address `host`."""
+    program, extra = PROGRAMS["replica"], replica.settings["extra"]
+    at = f"[{host}]" if ":" in host else host
+    scheme = "https" if extra_argument(extra, "--ssl-certfile") else "http"
+    worker = Worker(
+        name=replica.name,
+        url=f"{scheme}://{at}:{ports.http}",
+        kv=f"tcp://{at}:{ports.kv}",
+        replay=f"tcp://{at}:{ports.kv + 1}",
+        load=None if ports.load is None else f"tcp://{at}:{ports.load}",
+        model=replica.model,
+        models=replica.models,
+    )
+    ours = ("--log-level", replica.log_level, "--nccl-port", str(ports.rendezvous))
     values = {
-        "worker": worker.name,
-        "replica": worker.url,
-        "router": router,
-        "models": ",".join(f"{model.served_name}={model.folder}" for model in can_load),
-        "keys": _path(options.keys),
+        **replica.settings,
+        "host": host,
+        "port": ports.http,
+        "kv_port": ports.kv,
+        "load_port": ports.load,
+        "extra": (*ours, *extra),
     }
+    command = () if fork_server else (python, "-m", program.module)
     return Process(
-        name=agent_name(worker.name),
-        role="agent",
-        argv=(machine.python, "-m", "sglang_fair.agent", *command_line(table.AgentSettings, values)),
-        ready=LineReady(AGENT_READY),
-        ready_timeout_s=options.start_timeout_s or 120.0,
-        stop_grace_s=3.0,
-        env={"PYTHONUNBUFFERED": "1"},
+        name=replica.name,
+        role="replica",
+        argv=(*command, *command_line(program.settings, values)),
+        ready=HttpReady(f"{worker.url}/ready"),
+        ready_timeout_s=replica.ready_timeout_s,
+        stop_grace_s=program.stop_grace_s,
+        env={**UNBUFFERED, **environment(gpus)},
+        worker=worker,
+        fork_server=fork_server,
+        gpus=gpus,
     )
 
 
-def _gateway(options: Options, machine: Machine, models: Sequence[Model], router: str, port: int) -> Process:
-    first, *more = {model.served_name: model for model in models}.values()
-    values = {
-        "host": options.host,
-        "port": port,
-        "router": (router,),
-        "model_name": first.served_name,
-        "tokenizer": str(first.folder),
-        "more_models": ",".join(f"{one.served_name}={one.folder}" for one in more) or None,
-        "workers": options.gateway_workers,
-        "drain_s": GATEWAY_DRAIN_S,
-        "notice_s": 0.0,
-        "log_level": options.log_level,
-        "log_format": options.log_format,
-        "identity": options.identity,
-        "metrics_clients": options.metrics_clients,
-        "apps": _path(options.apps),
-        **shared(options, table.Access),
-        **shared(options, table.Tracing),
-        **shared(options, table.Deadlines),
-        **shared(options, table.Exposed),
-        **shared(options, table.Fields),
-        "names": options.names,
-        "keys": _path(options.keys),
-        "replica_ca": _path(options.replica_ca),
-        "tls_cert": _path(options.tls_cert),
-        "tls_key": _path(options.tls_key),
-        "tenants": _path(options.tenants),
-        **shared(options, table.Files),
-        "batches": absolute(options.batches),
-        "batch_files": absolute(options.batch_files),
-        **limits.parse(options.gateway_options),
-    }
-    return Process(
-        name="gateway",
-        role="gateway",
-        argv=(machine.python, "-m", "router.gateway", *command_line(table.Gateway, values)),
-        ready=HttpReady(f"{served_url(options, options.host, port)}/health", _path(options.tls_cert)),
-        ready_timeout_s=options.start_timeout_s or 120.0,
-        stop_grace_s=GATEWAY_DRAIN_S + 2.0,
-        env={"PYTHONUNBUFFERED": "1"},
-    )
+def served_url(options: Options, host: str, port: int) -> str:
+    """Where this machine reaches what a cluster's gateway serves at `host`."""
+    return gateway_url(host, port, is_secure=options.tls_cert is not None)
 
 
-def _feeder(options: Options, machine: Machine, gateway_port: int) -> Process:
-    assert options.batches is not None
-    values = {
-        **shared(options, table.Feeder),
-        "batches": absolute(options.batches),
-        "batch_files": absolute(options.batch_files),
-        "gateway": served_url(options, options.host, gateway_port),
-        "gateway_cert": _path(options.tls_cert),
-    }
-    return Process(
-        name="feeder",
-        role="feeder",
-        argv=(machine.python, "-m", "router.feeder", *command_line(table.Feeder, values)),
-        ready=LineReady(FEEDER_READY),
-        ready_timeout_s=options.start_timeout_s or 120.0,
-        stop_grace_s=5.0,
-        env={"PYTHONUNBUFFERED": "1"},
-    )
-
-
-def _dashboard(options: Options, machine: Machine, gateway_port: int) -> Process:
-    """Listens on this machine: whoever shows the page to others does so with a key, by itself."""
-    assert options.dashboard_port is not None
-    values = {
-        "gateway": admin_url(options) or served_url(options, options.host, gateway_port),
-        "gateway_cert": _path(options.tls_cert),
-        "port": options.dashboard_port,
-    }
-    return Process(
-        name="dashboard",
-        role="dashboard",
-        argv=(machine.python, "-m", "sglang_fair.dashboard", *command_line(table.Dashboard, values)),
-        ready=HttpReady(f"{gateway_url(LOCAL, options.dashboard_port)}/health"),
-        ready_timeout_s=options.start_timeout_s or 120.0,
-        stop_grace_s=3.0,
-        env={"PYTHONUNBUFFERED": "1"},
-    )
+def gateway_url(host: str, port: int, *, is_secure: bool = False) -> str:
+    """Where to send requests from this machine."""
+    host = {"0.0.0.0": LOCAL, "::": "::1", "": LOCAL}.get(host, host)
+    scheme = "https" if is_secure else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def admin_url(options: Options) -> str | None:
@@ -689,11 +488,3 @@ def admin_url(options: Options) -> str | None:
 def dashboard_url(options: Options) -> str | None:
     """Where the page is; None: nowhere."""
     return None if options.dashboard_port is None else gateway_url(LOCAL, options.dashboard_port)
-
-
-def _path(given: str | None) -> str | None:
-    return None if given is None else str(Path(given).absolute())
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"

@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -34,13 +34,12 @@ from sglang_fair.cluster.plan import (
     Plan,
     admin_url,
     build,
-    check_memory,
     choose_device,
     dashboard_url,
     replicas_for,
     served_url,
 )
-from sglang_fair.cluster.ports import PortTaken, Reservations, choose, choose_one, claim
+from sglang_fair.cluster.ports import Ports, PortTaken, Reservations, choose, choose_one, claim
 from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.scaling import Scaling
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
@@ -99,7 +98,6 @@ async def _run(options: Options) -> int:
         raise ConfigError(missing)
     keys = _keys(options.keys)
     machine = machines.look()
-    emulation = options.emulation()
     wanted = {"auto": options.device, "emulated": "cpu"}.get(options.engine, options.engine)
     device = choose_device(wanted, machine) if options.ray is None else on_ray.device(wanted)
     with (
@@ -107,29 +105,12 @@ async def _run(options: Options) -> int:
         contextlib.closing(Reservations(options.host)) as reservations,
         contextlib.closing(Marks("gpu")) as gpu_marks,
     ):
-        if options.port:
-            claim(options.port, reservations.take)
-        if options.tenants is not None or options.admin_port is not None:
-            admin_port = choose_one(options.admin_port, "--admin-port", reservations.take)
-            options = replace(options, admin_port=admin_port)
-        router_port = choose_one(options.router_http_port, "--router-http-port", reservations.take)
-        options = replace(options, router_http_port=router_port)
-        dashboard = None
-        if options.dashboard == "on":
-            dashboard = choose_one(options.dashboard_port, "--dashboard-port", reservations.take)
-        options = replace(options, dashboard_port=dashboard)
-        if options.tenants is not None and not replica_key.key():
-            # So that nobody asks a replica past the gateway. All processes that are started get it.
-            os.environ[replica_key.variable] = secrets.token_urlsafe(32)
-        if options.batches is not None and not feeder_key.key():
-            os.environ[feeder_key.variable] = secrets.token_urlsafe(32)
+        options = _with_ports(options, reservations)
+        _make_service_keys(options)
         names = models.dealt(options)
         options = replace(options, replicas=len(names))
         taken = gpus.take(options, device, machine.gpus, gpu_marks) if options.ray is None else ()
-        found: dict[str, Model] = {}
-        for called, asked in options.model_names().items():
-            model = await _find_model(asked if emulation is None else EMULATED + asked, machine, stop)
-            found[called] = replace(model, served_name=called or model.served_name, asked=asked)
+        found = await _find_models(options, machine, stop)
         each = tuple(found[called] for called in names)
         swaps = {
             index: tuple(found[called] for called in can_load)
@@ -137,49 +118,11 @@ async def _run(options: Options) -> int:
         }
         for can_load in set(swaps.values()):
             _check_alike(can_load)
-        if options.ray is None:
-            check_memory(options, device, machine, each)
-        loads = options.needs_loads()
         here = options.replicas if options.ray is None else 0
-        ports = choose(options.port, here, reservations.take, loads=loads)
-        files = None
-        if options.ray is not None:
-            files = FleetFiles(
-                Path(folder, "fleet.json"), Path(folder, "replicas"), socket_path(ports.gateway)
-            )
-            replicas = replicas_for(options, device, machine, each)
-            files.listed.touch()
-            fleet = on_ray.fleet_settings(options, device, replicas, files, f"tcp://{LOCAL}:{ports.router}")
-            files.settings.write_bytes(msgspec.json.encode(fleet))
+        ports = choose(options.port, here, reservations.take, loads=options.needs_loads())
+        files = None if options.ray is None else _fleet_files(options, device, machine, each, ports, folder)
         plan = build(options, device, machine, each, ports, taken, swaps, files)
-        gateway = served_url(options, options.host, ports.gateway)
-        what = " and ".join(f"{names.count(called)} x {one.served_name}" for called, one in found.items())
-        if emulation is not None and not options.models:
-            what = f"{options.replicas} x {emulation}"
-        else:
-            what += f" on {'emulated ' + emulation.gpu if emulation else device}"
-        title = f"{what}, scheduler {options.policy}, placement {options.placement}"
-        console = make_console(to_stderr=options.json)
-
-        def when_up(pids: dict[str, int]) -> None:
-            replicas = replicas_of(plan, files)
-            if options.json:
-                _print_json(
-                    describe(options, device, tuple(found.values()), plan, gateway, pids, replicas.values())
-                )
-            else:
-                show(console, "")
-                table = addresses(
-                    plan, gateway, admin_url(options), dashboard_url(options), title, pids, replicas
-                )
-                show(console, table)
-                model = next(iter(options.model_names())) or "default"
-                show(console, example(gateway, model, has_tenants=options.tenants is not None))
-
-        reporter = ConsoleReporter(
-            console, plan, quiet=Replicas() if options.quiet_replicas else (), when_up=when_up
-        )
-        reporter.say(f"starting {title}")
+        reporter = _reporter(options, device, found, names, plan, files, ports)
         added = Additions(
             options, device, each, ports, reservations, gpu_marks, machines.look,
             tuple(found.values()) if options.swap == models.ALL else (),
@@ -187,6 +130,88 @@ async def _run(options: Options) -> int:
         # With --ray, replicas are changed where they are known: in the fleet.
         control = socket_path(ports.gateway) if files is None else None
         return await _supervise(plan, reporter, stop, added, gpu_marks, control, options.scale_up, keys)
+
+
+def _with_ports(options: Options, reservations: Reservations) -> Options:
+    """With the ports of the cluster's HTTP servers, reserved. Raises `PortTaken`."""
+    take = reservations.take
+    if options.port:
+        claim(options.port, take)
+    if options.tenants is not None or options.admin_port is not None:
+        options = replace(options, admin_port=choose_one(options.admin_port, "--admin-port", take))
+    router = choose_one(options.router_http_port, "--router-http-port", take)
+    has_page = options.dashboard == "on"
+    page = choose_one(options.dashboard_port, "--dashboard-port", take) if has_page else None
+    return replace(options, router_http_port=router, dashboard_port=page)
+
+
+def _make_service_keys(options: Options) -> None:
+    """So that nobody asks a replica past the gateway. All processes that are started get them."""
+    for is_needed, key in ((options.tenants, replica_key), (options.batches, feeder_key)):
+        if is_needed is not None and not key.key():
+            os.environ[key.variable] = secrets.token_urlsafe(32)
+
+
+async def _find_models(options: Options, machine: Machine, stop: asyncio.Event) -> dict[str, Model]:
+    """By the names that clients use."""
+    found: dict[str, Model] = {}
+    is_emulated = options.emulation() is not None
+    for called, wanted in options.model_names().items():
+        model = await _find_model(EMULATED + wanted if is_emulated else wanted, machine, stop)
+        found[called] = replace(model, served_name=called or model.served_name, wanted=wanted)
+    return found
+
+
+def _fleet_files(
+    options: Options, device: Device, machine: Machine, each: Sequence[Model], ports: Ports, folder: str
+) -> FleetFiles:
+    """Written for the fleet to read."""
+    files = FleetFiles(Path(folder, "fleet.json"), Path(folder, "replicas"), socket_path(ports.gateway))
+    replicas = replicas_for(options, device, machine, each)
+    files.listed.touch()
+    fleet = on_ray.fleet_settings(options, device, replicas, files, f"tcp://{LOCAL}:{ports.router}")
+    files.settings.write_bytes(msgspec.json.encode(fleet))
+    return files
+
+
+def _reporter(
+    options: Options,
+    device: Device,
+    found: Mapping[str, Model],
+    names: Sequence[str],
+    plan: Plan,
+    files: FleetFiles | None,
+    ports: Ports,
+) -> ConsoleReporter:
+    """Shows the cluster, and begins with what is started."""
+    emulation, gateway = options.emulation(), served_url(options, options.host, ports.gateway)
+    what = " and ".join(f"{names.count(called)} x {one.served_name}" for called, one in found.items())
+    if emulation is not None and not options.models:
+        what = f"{options.replicas} x {emulation}"
+    else:
+        what += f" on {'emulated ' + emulation.gpu if emulation else device}"
+    title = f"{what}, scheduler {options.policy}, placement {options.placement}"
+    console = make_console(to_stderr=options.json)
+
+    def when_up(pids: dict[str, int]) -> None:
+        replicas = replicas_of(plan, files)
+        if options.json:
+            served = tuple(found.values())
+            _print_json(describe(options, device, served, plan, gateway, pids, replicas.values()))
+            return
+        show(console, "")
+        show(
+            console,
+            addresses(plan, gateway, admin_url(options), dashboard_url(options), title, pids, replicas),
+        )
+        model = next(iter(options.model_names())) or "default"
+        show(console, example(gateway, model, has_tenants=options.tenants is not None))
+
+    reporter = ConsoleReporter(
+        console, plan, quiet=Replicas() if options.quiet_replicas else (), when_up=when_up
+    )
+    reporter.say(f"starting {title}")
+    return reporter
 
 
 def _keys(folder: str | None) -> Keys | None:
@@ -276,7 +301,7 @@ async def _supervise(
 async def _find_model(name: str, machine: Machine, stop: asyncio.Event) -> Model:
     """The model, prepared by a process of its own. Raises `NoSuchModel`; `Interrupted` when `stop` is set."""
     process = await asyncio.create_subprocess_exec(
-        machine.python, "-m", "sglang_fair.cluster.model", name,
+        machine.python, "-m", "sglang_fair.models", name, "--json",
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
         env=child_environment(),
     )  # fmt: skip
@@ -296,7 +321,7 @@ async def _find_model(name: str, machine: Machine, stop: asyncio.Event) -> Model
     if process.returncode != 0:
         raise NoSuchModel
     facts = json.loads(output)
-    return Model(Path(facts["folder"]), facts["served_name"], facts["weights_bytes"])
+    return Model(Path(facts["folder"]), facts["served_name"])
 
 
 def replicas_of(plan: Plan, files: FleetFiles | None) -> dict[str, str]:

@@ -13,13 +13,11 @@ from dataclasses import replace
 from typing import Protocol, assert_never
 
 from sglang_fair.cluster.child import Child
-from sglang_fair.cluster.link import Link, router_answers, router_workers
+from sglang_fair.cluster.link import Link, router_workers
 from sglang_fair.cluster.plan import (
     DISPENSABLE,
-    FLEET_READY,
     START_ORDER,
     STOP_ORDER,
-    FleetReady,
     HttpReady,
     LineReady,
     Plan,
@@ -359,14 +357,9 @@ async def becomes_ready(ready: Ready, child: Child) -> None:
             await child.saw(text)
         case HttpReady(url, certificate):
             await answers_200(url, None if certificate is None else tls.pinned(certificate))
-        case RouterReady(endpoint, folder):
+        case RouterReady(endpoint, folder, replicas):
             keys = Keys.read_if(folder, "gateway")
-            while not await router_answers(endpoint, keys=keys):
-                await asyncio.sleep(POLL_S)
-        case FleetReady(endpoint, replicas, folder):
-            await child.saw(FLEET_READY)
-            keys = Keys.read_if(folder, "gateway")
-            while len(await router_workers(endpoint, keys=keys) or ()) < replicas:
+            while (known := await router_workers(endpoint, keys=keys)) is None or len(known) < replicas:
                 await asyncio.sleep(POLL_S)
         case _:
             assert_never(ready)

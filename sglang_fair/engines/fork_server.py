@@ -32,7 +32,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from sglang_fair.cluster.child import SWEEP_S, session_members
-from sglang_fair.cluster.plan import FORK_SERVER_READY
+from sglang_fair.cluster.plan import PROGRAMS
 from sglang_fair.common.processes import PARENT, die_with_parent
 from sglang_fair.engines import cpu, replica
 
@@ -96,7 +96,7 @@ def serve(name: str, run: Callable[[Sequence[str]], int]) -> NoReturn:
         # A collection would write to every object that the replicas share with us.
         gc.collect()
         gc.freeze()
-        print(FORK_SERVER_READY, flush=True)
+        print(PROGRAMS["fork-server"].ready, flush=True)
         ForkServer(listener, run).run()
     sys.stdout.flush()
     os._exit(0)  # a normal end prints a warning for every object that an extension leaks

@@ -1,15 +1,47 @@
-"""`python -m sglang_fair.models NAME` prepares a model where it is missing and prints its folder."""
+"""`python -m sglang_fair.models NAME` prepares a model where it is missing and prints its folder.
 
+A cluster runs it as a process of its own, so that Ctrl-C ends it in the middle of a download, and so that the
+supervisor holds none of the memory that a conversion takes.
+"""
+
+import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from sglang_fair.models.catalog import names, resolve
-from sglang_fair.models.hub import copy_tokenizer
+from sglang_fair.common.processes import die_with_supervisor
+from sglang_fair.models.catalog import find, names, resolve
+from sglang_fair.models.folder import Progress as Say
+from sglang_fair.models.hub import TOKENIZER_FILES, copy_tokenizer, fetch
 from sglang_fair.settings.commands import Argument, Mistake, Option, run
+
+
+@contextmanager
+def showing(name: str) -> Iterator[Say]:
+    """What is done with a model is shown on stderr: by a spinner on a terminal, else a line at a time."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(f"model {name}: {text}", file=sys.stderr, flush=True)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"model {name}", total=None)
+        yield lambda text: bar.update(task, description=text)
+
+
+def facts(name: str, say: Say) -> dict[str, str]:
+    """Folder and name of a model, fetched as far as a gateway needs it; SGLang does the rest."""
+    model = find(name, say)
+    folder = Path(model.path)
+    if not folder.is_dir():
+        folder = fetch(model.path, TOKENIZER_FILES, say)
+    return {"folder": str(folder), "served_name": model.served_name}
 
 
 def main(
@@ -21,24 +53,25 @@ def main(
             help="Copy what a gateway needs of the model, which may be on the hub, to this folder.",
         ),
     ] = None,
+    as_json: Annotated[
+        bool, Option("--json", help="One line of JSON: the folder of what a gateway needs, and the name.")
+    ] = False,
 ) -> None:
     """Print a model's folder; prepare the model first when it is missing."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    die_with_supervisor()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half-made files are removed
     try:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(f"model {name}", total=None)
-
-            def say(text: str) -> None:
-                bar.update(task, description=text)
-
-            if tokenizer_to is None:
-                folder = resolve(name, say)
+        with showing(name) as say:
+            if as_json:
+                shown = json.dumps(facts(name, say))
+            elif tokenizer_to is None:
+                shown = str(resolve(name, say))
             else:
                 copy_tokenizer(name, tokenizer_to, say)
-                folder = tokenizer_to
+                shown = str(tokenizer_to)
     except (ValueError, OSError, RuntimeError) as error:
         raise Mistake(" ".join(str(error).split())) from None
-    print(folder)
+    print(shown)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from math import isfinite
+from pathlib import Path
 from pkgutil import resolve_name
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -231,8 +232,14 @@ def changed(values: Any) -> dict[str, Any]:
 
 
 def shared(values: Any, table: type) -> dict[str, Any]:
-    """The settings of the object `values` that a program with the settings `table` has too."""
-    return {name: getattr(values, name) for name in settings_of(table) if name in settings_of(type(values))}
+    """The settings of the object `values` that a program with the settings `table` has too. Its files and folders are
+    absolute, because the program may run in another folder."""
+    known = settings_of(type(values))
+    found = {name: getattr(values, name) for name in settings_of(table) if name in known}
+    for name, value in found.items():
+        if value is not None and known[name].about.metavar in ("FILE", "DIR"):
+            found[name] = str(Path(value).absolute())
+    return found
 
 
 def meaning(setting: Setting) -> str:

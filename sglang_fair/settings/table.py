@@ -681,7 +681,7 @@ class Cluster(
             "Longest wait for a process to be ready.",
             unit="seconds",
             metavar="S",
-            unset="by machine and model",
+            unset="by machine",
             above=0,
         ),
     ] = None

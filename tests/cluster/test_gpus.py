@@ -163,7 +163,7 @@ def test_no_gpu_is_ever_used_twice_and_none_stands_idle(
         reservations = stack.enter_context(contextlib.closing(Reservations("127.0.0.1")))
         clusters = []
         for names, count in zip(allowed, each, strict=True):
-            machine = Machine(8, 1 << 40, visible(listed(FOUR), names), True, "python")
+            machine = Machine(8, visible(listed(FOUR), names), True, "python")
             made = Cluster(own, machine, count, reservations)
             clusters.append((made, {gpu.uuid for gpu in machine.gpus}, count))
             stack.callback(made.marks.close)

@@ -43,8 +43,8 @@ def test_replicas_of_a_throttled_cluster_publish_their_load(tmp_path: Path) -> N
     limits.write_text(json.dumps({"user": 3}))
     options = Options(throttle="oit", limits=str(limits), normal=str(tmp_path / "normal.json"), replicas=2)
     ports = choose(0, 2, lambda port: True, loads=True)
-    machine = Machine(2, 1 << 40, (), False, "python")
-    plan = build(options, "cpu", machine, Model(Path("model"), "m", 0), ports)
+    machine = Machine(2, (), False, "python")
+    plan = build(options, "cpu", machine, Model(Path("model"), "m"), ports)
     for index, replica in enumerate(plan.of("replica")):
         argv, port = list(replica.argv), ports.replicas[index].load
         assert argv[argv.index("--load-port") + 1] == str(port)

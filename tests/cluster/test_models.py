@@ -11,18 +11,17 @@ from hypothesis import strategies as st
 
 from router.__main__ import workers as workers_of
 from router.gateway.__main__ import check as check_gateway
-from router.gateway.__main__ import configure
 from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.models import dealt, fewest, in_turn, loadable
 from sglang_fair.cluster.options import ConfigError, Options, check
-from sglang_fair.cluster.plan import Machine, Model, Process, build, check_memory
+from sglang_fair.cluster.plan import Machine, Model, Process, build
 from sglang_fair.cluster.ports import Reservations, choose
 from sglang_fair.common.marks import Marks
 from sglang_fair.settings.program import parse
 from sglang_fair.settings.setting import SettingError
 
-MACHINE = Machine(2, 16_000_000_000, (), False, "python")
-A, B = Model(Path("/m/a"), "a", 1_000_000, "tiny"), Model(Path("/m/b"), "b", 3_000_000_000, "/models/b")
+MACHINE = Machine(2, (), False, "python")
+A, B = Model(Path("/m/a"), "a", "tiny"), Model(Path("/m/b"), "b", "/models/b")
 
 
 def after(argv: tuple[str, ...], option: str) -> str:
@@ -98,19 +97,8 @@ def test_every_process_is_told_its_models() -> None:
     ]  # fmt: skip
     settings = parse("gateway", gateway.argv[3:])
     check_gateway(settings)
-    config = configure(settings)
-    assert config.folders == {"a": "/m/a", "b": "/m/b"}
-    assert dict(config.slo_classes) == {"chat": 5.0, "night": 30_000.0}
-    assert type(config).from_json(config.to_json()) == config
-
-
-def test_memory_is_counted_for_each_model() -> None:
-    options = Options(models="a=tiny,b=/models/b", replicas=4)
-    check_memory(options, "cpu", MACHINE, [A, B, A, B])
-    with pytest.raises(
-        ConfigError, match=r"6 replicas of tiny, /models/b need about 19\.6 GB, .* 5 would fit"
-    ):
-        check_memory(options, "cpu", MACHINE, [A, B, A, B, B, B])
+    assert (settings.model_name, settings.tokenizer, settings.more_models) == ("a", "/m/a", "b=/m/b")
+    assert dict(settings.slo_classes) == {"chat": 5.0, "night": 30_000.0}
 
 
 def test_a_further_replica_has_the_model_that_is_asked_for() -> None:

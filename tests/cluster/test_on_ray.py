@@ -21,11 +21,10 @@ from sglang_fair.cluster.control import Refused
 from sglang_fair.cluster.on_ray import Fleet, FleetFailed, FleetSettings, Gone, Place, Ray
 from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.plan import (
-    FLEET_READY,
     FleetFiles,
-    FleetReady,
     Ports,
     Replica,
+    RouterReady,
     build,
     placed,
     replicas_for,
@@ -42,6 +41,7 @@ from tests.support.waiting import eventually
 
 FILES = FleetFiles(Path("/run/fleet.json"), Path("/run/replicas"), Path("/run/8000.sock"))
 ON_RAY = Options(ray="10.0.0.1:6379", device="cuda", replicas=3)
+READY = "all replicas are ready"
 PORTS = ReplicaPorts(30_000, 30_001, 30_003, 30_004)
 
 
@@ -62,7 +62,7 @@ def test_the_command_of_a_replica_is_the_same_here_and_on_a_node() -> None:
     assert [one.worker for one in here] == [one.worker for one in there]
     assert there[1].argv[:3] == ("/there/python", "-m", "sglang_fair.engines.replica")
     assert asked[0].renamed("r7").settings["normal"].endswith("learnt.r7")
-    assert placed(asked[0].renamed("r7"), plan.LOCAL, PORTS, "p").argv[4] == "r7"
+    assert placed(asked[0].renamed("r7"), plan.LOCAL, PORTS, "p").worker.name == "r7"
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "fd00::7"])
@@ -89,7 +89,7 @@ def test_with_a_fleet_replicas_are_not_in_the_plan_and_the_router_follows_its_li
     assert "--worker" not in router.argv
     (fleet,) = found.of("fleet")
     assert fleet.argv[-1] == str(FILES.settings)
-    assert fleet.ready == FleetReady("tcp://127.0.0.1:30100", 3), "the router knows all of it"
+    assert fleet.ready == RouterReady("tcp://127.0.0.1:30100", replicas=3), "the router knows all of it"
     assert "fleet" not in plan.DISPENSABLE, "without it a cluster does not go on"
     on_cpu = build(replace(ON_RAY, device="cpu"), "cpu", MACHINE, MODEL, Ports(8000, 30_100, ()), fleet=FILES)
     assert not on_cpu.of("fork-server"), "what is forked here helps nobody there"
@@ -278,7 +278,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_those_that_are_ready_are_listed_and_one_that_dies_or_moves_comes_back(tmp_path: Path) -> None:
     async def body() -> None:
         async with running(tmp_path, Here(2)) as run:
-            await run.until(lambda: FLEET_READY in run.said, "all are ready")
+            await run.until(lambda: READY in run.said, "all are ready")
             before, dead = run.listed(), run.nodes.actors["r1"]
             assert before.keys() == {"r0", "r1"}
             dead.is_gone = True
@@ -315,7 +315,7 @@ def test_one_is_added_drained_and_its_place_is_used_again(tmp_path: Path) -> Non
             workers, said = Workers(run.fleet, router), list[str]()
             with pytest.raises(Refused, match="not up yet"):
                 await workers.handle({"do": "add"}, said.append)
-            await run.until(lambda: FLEET_READY in run.said, "all are ready")
+            await run.until(lambda: READY in run.said, "all are ready")
             row = await workers.handle({"do": "add"}, said.append)
             assert (row["name"], row["state"], row["node"]) == ("r2", "up", "here")
             await run.until(lambda: run.listed().get("r2") == row["url"], "it is listed")
