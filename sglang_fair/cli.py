@@ -9,8 +9,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from sglang_fair.common.version import VERSION
-from sglang_fair.settings.commands import run_app
-from sglang_fair.settings.completing import ASKED, named
+from sglang_fair.settings.commands import COMPLETES, complete_words, run_app
 
 app = typer.Typer(
     name="sglang-fair",
@@ -308,7 +307,7 @@ def models(
 def main() -> None:
     """The console command."""
     # A shell that asks what may come next asks the program that its line names.
-    given = named(os.environ) if ASKED in os.environ else sys.argv[1:]
+    given = complete_words(os.environ) if COMPLETES in os.environ else sys.argv[1:]
     command, *arguments = given or [""]
     if command in PROGRAMS:  # before typer, which would swallow a `--`
         _become(PROGRAMS[command].module, arguments)

@@ -160,7 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("fair scheduling (sglang-fair)")
     for setting in SETTINGS.values():
         text = f"{help_text(setting)} Environment: {setting.variable}."
-        group.add_argument(setting.argument, metavar=setting.about.metavar, help=text.replace("%", "%%"))
+        group.add_argument(setting.argument, metavar=setting.metavar, help=text.replace("%", "%%"))
 
 
 def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, str] = os.environ) -> None:

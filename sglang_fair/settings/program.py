@@ -17,8 +17,6 @@ from sglang_fair.settings.table import SECTIONS
 
 T = TypeVar("T")
 
-_TYPE_NAMES = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
-
 
 @dataclass(frozen=True)
 class Given(Generic[T]):
@@ -120,15 +118,11 @@ def option_of(table: type, field: str, *, help: str = "", unset: str = "", panel
     return Option(
         setting.flag,
         parser=parse,
-        metavar=_metavar(setting),
+        metavar=setting.metavar,
         help=help or meaning(setting),
         rich_help_panel=panel,
         show_default=unset or True,
     )
-
-
-def _metavar(setting: Setting) -> str:
-    return setting.about.metavar or _TYPE_NAMES.get(setting.kind, "TEXT")
 
 
 def _signature(table: type) -> inspect.Signature:
@@ -169,13 +163,13 @@ def _annotation(setting: Setting) -> Any:
     if about.behind_dashes:
         return PassedOn
     if setting.kind is bool:
-        return Annotated[bool, Option(setting.flag, help=about.help)]
+        return Annotated[bool, Option(setting.flag, help=setting.help)]
     kind = list[str] if setting.is_list else str
     return Annotated[
         kind | None,
         Option(
             setting.flag,
-            metavar=_metavar(setting),
+            metavar=setting.metavar,
             help=help_text(setting),
             show_default=False,
             autocompletion=_completed(setting),

@@ -83,7 +83,7 @@ def _cells(setting: Setting) -> Iterator[str]:
         yield default
     else:
         yield f"`{default}`" if default else "off" if setting.kind is bool else "–"
-    yield _escaped(setting.about.help)
+    yield _escaped(setting.help)
 
 
 def _value(setting: Setting) -> str:

@@ -1,15 +1,23 @@
-"""One setting: a dataclass field and what must be known of it wherever a user can write it.
+"""One setting: a field of a class of the table, and what must be known of it wherever a user can write it.
 
-    quantum: Annotated[float, About("Quantum per client.", unit="service units", above=0)] = 2000.0
+    quantum: Annotated[float, About(unit="service units", above=0)] = 2000.0
+    \"\"\"Quantum per client.\"\"\"
 
 From this come the option --quantum, the key `quantum` in a configuration file, the check of both, and the line in
-docs/settings.md. A field's default is the setting's; a field without one must be given.
+docs/settings.md. The field's text is the help, its default is the setting's; a field without one must be given.
+
+The command lines are Typer's, as those of all our commands, and values are converted by msgspec. pydantic-settings
+would do both, but it splits `--worker NAME,http=URL` at the comma, has neither completion nor arguments behind `--`,
+reports mistakes over many lines, and takes 0.3 s to be imported by each process.
 """
 
+import ast
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from pkgutil import resolve_name
@@ -31,10 +39,11 @@ class SettingError(ValueError):
 class About:
     """What a type and a default do not say."""
 
-    help: str
+    help: str = ""
+    """"": the text below the field."""
     unit: str = ""
     metavar: str = ""
-    """The value in a usage line; "": from the type."""
+    """The value in a usage line; "": from the unit or the type."""
     unset: str = ""
     """What holds when nobody sets it, in words, where the default is None."""
     above: float | None = None
@@ -55,16 +64,32 @@ class About:
     """The words behind `--` on a command line; this is its key in a file."""
 
 
+UNITS = {"seconds": "S", "milliseconds": "MS", "service units": "UNITS"}
+TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One row of the table."""
 
+    table: type
+    """The class that declares it."""
     field: str
     kind: Any
     """int, float, str, bool, a mapping or a tuple of texts; without its None."""
     default: Any
     """`dataclasses.MISSING` where it must be given."""
     about: About
+
+    @property
+    def help(self) -> str:
+        """What it is, in a sentence or more."""
+        return self.about.help or _texts(self.table.__module__)[self.table.__name__, self.field]
+
+    @property
+    def metavar(self) -> str:
+        """The value in a usage line."""
+        return self.about.metavar or UNITS.get(self.about.unit) or TYPES.get(self.kind, "TEXT")
 
     @property
     def flag(self) -> str:
@@ -184,18 +209,29 @@ def settings_of(table: type) -> Mapping[str, Setting]:
 
 @cache
 def _settings_of(table: Any) -> Mapping[str, Setting]:
-    hints = get_type_hints(table, include_extras=True)
-    found = {}
+    hints, found = get_type_hints(table, include_extras=True), {}
     for field in fields(table):
-        hint = hints[field.name]
-        if get_origin(hint) is not Annotated:
-            continue
-        kind, about = get_args(hint)[:2]
-        kinds = (
-            [one for one in get_args(kind) if one is not NoneType] if NoneType in get_args(kind) else [kind]
-        )
+        kind, about = hints[field.name], About()
+        if get_origin(kind) is Annotated:
+            kind, about = get_args(kind)[:2]
+        if NoneType in get_args(kind):
+            (kind,) = (one for one in get_args(kind) if one is not NoneType)
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        found[field.name] = Setting(field.name, kinds[0], default, about)
+        declared = next(one for one in table.__mro__ if field.name in vars(one).get("__annotations__", ()))
+        found[field.name] = Setting(declared, field.name, kind, default, about)
+    return found
+
+
+@cache
+def _texts(module: str) -> Mapping[tuple[str, str], str]:
+    """What stands below the fields of the classes of a module, in one line each."""
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
+    found = {}
+    for table in tree.body:
+        for one, text in pairwise(table.body if isinstance(table, ast.ClassDef) else ()):
+            match one, text:
+                case ast.AnnAssign(target=ast.Name(field)), ast.Expr(ast.Constant(str(said))):
+                    found[table.name, field] = " ".join(said.split())  # type: ignore[attr-defined]
     return found
 
 
@@ -244,7 +280,7 @@ def shared(values: Any, table: type) -> dict[str, Any]:
 
 def meaning(setting: Setting) -> str:
     """The setting in a line of help: what it is, its unit and its choices."""
-    about, text = setting.about, setting.about.help
+    about, text = setting.about, setting.help
     if about.unit and about.unit.rstrip("s") not in text.lower():
         text += f" In {about.unit}."
     if (known := setting.choices()) and any(name not in text for name in known):

@@ -10,7 +10,7 @@ import pytest
 
 from router.placement import PLACEMENTS
 from sglang_fair import cli
-from sglang_fair.settings.completing import ASKED, drop, named
+from sglang_fair.settings.commands import COMPLETES, complete_words, drop_words
 from sglang_fair.settings.setting import settings_of
 from sglang_fair.settings.table import SECTIONS
 
@@ -40,7 +40,7 @@ class TestTheWordsOfALine:
         ],
     )
     def test_those_that_are_complete(self, environ: dict[str, str], words: list[str]) -> None:
-        assert named(environ) == words
+        assert complete_words(environ) == words
 
     @pytest.mark.parametrize(
         ("environ", "count", "left"),
@@ -55,13 +55,13 @@ class TestTheWordsOfALine:
     def test_without_those_that_named_the_program(
         self, environ: dict[str, str], count: int, left: dict[str, str]
     ) -> None:
-        drop(environ, count)
+        drop_words(environ, count)
         assert environ == left
 
 
 def ask(line: str) -> list[str]:
     """What bash is told about the last word of a line."""
-    environ = {**os.environ, **bash(line, line.count(" ")), ASKED: "complete_bash"}
+    environ = {**os.environ, **bash(line, line.count(" ")), COMPLETES: "complete_bash"}
     done = subprocess.run(
         [sys.executable, "-m", "sglang_fair.cli"], env=environ, capture_output=True, text=True, check=False
     )

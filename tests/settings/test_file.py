@@ -125,7 +125,7 @@ def test_every_setting_has_one_option_one_key_and_a_help(section: str) -> None:
     known = settings_of(SECTIONS[section]).values()
     assert len({setting.flag for setting in known}) == len({setting.key for setting in known}) == len(known)
     for setting in known:
-        assert setting.about.help.endswith("."), setting.field
+        assert setting.help.endswith("."), setting.field
         if not setting.required:
             setting.check(setting.default, setting.flag)
 
