@@ -12,6 +12,7 @@ reports mistakes over many lines, and takes 0.3 s to be imported by each process
 """
 
 import ast
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import pairwise
 from math import isfinite
-from pathlib import Path
+from os.path import abspath
 from pkgutil import resolve_name
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -225,7 +226,7 @@ def _settings_of(table: Any) -> Mapping[str, Setting]:
 @cache
 def _texts(module: str) -> Mapping[tuple[str, str], str]:
     """What stands below the fields of the classes of a module, in one line each."""
-    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
     found = {}
     for table in tree.body:
         for one, text in pairwise(table.body if isinstance(table, ast.ClassDef) else ()):
@@ -274,7 +275,7 @@ def shared(values: Any, table: type) -> dict[str, Any]:
     found = {name: getattr(values, name) for name in settings_of(table) if name in known}
     for name, value in found.items():
         if value is not None and known[name].about.metavar in ("FILE", "DIR"):
-            found[name] = str(Path(value).absolute())
+            found[name] = abspath(value)
     return found
 
 
