@@ -16,7 +16,8 @@ from sglang_fair.cluster.ports import Ports, ReplicaPorts
 from sglang_fair.core.cost import Cost, Linear, describe
 from sglang_fair.core.policy import DEFAULT_QUANTUM
 from sglang_fair.settings import table
-from sglang_fair.settings.setting import command_line, shared
+from sglang_fair.settings.program import shared
+from sglang_fair.settings.setting import command_line
 
 Role = Literal["fork-server", "replica", "fleet", "router", "agent", "gateway", "dashboard", "feeder"]
 

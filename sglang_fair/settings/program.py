@@ -101,6 +101,17 @@ def parse(section: str, arguments: Sequence[str]) -> Any:
     return found[0]
 
 
+def shared(values: Any, table: type) -> dict[str, Any]:
+    """The settings of the object `values` that a program with the settings `table` has too. Its files and folders are
+    absolute, because the program may run in another folder."""
+    known = settings_of(type(values))
+    found = {name: getattr(values, name) for name in settings_of(table) if name in known}
+    for name, value in found.items():
+        if value is not None and known[name].about.metavar in ("FILE", "DIR"):
+            found[name] = str(Path(value).absolute())
+    return found
+
+
 def option_of(table: type, field: str, *, help: str = "", unset: str = "", panel: str | None = None) -> Any:
     """The option of one setting, for a command that has only some of a program's settings, or other defaults.
 

@@ -20,7 +20,6 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import pairwise
 from math import isfinite
-from os.path import abspath
 from pkgutil import resolve_name
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -266,17 +265,6 @@ def changed(values: Any) -> dict[str, Any]:
     """The settings of an object that are not the table's defaults."""
     known = settings_of(type(values))
     return {name: value for name, one in known.items() if (value := getattr(values, name)) != one.default}
-
-
-def shared(values: Any, table: type) -> dict[str, Any]:
-    """The settings of the object `values` that a program with the settings `table` has too. Its files and folders are
-    absolute, because the program may run in another folder."""
-    known = settings_of(type(values))
-    found = {name: getattr(values, name) for name in settings_of(table) if name in known}
-    for name, value in found.items():
-        if value is not None and known[name].about.metavar in ("FILE", "DIR"):
-            found[name] = abspath(value)
-    return found
 
 
 def meaning(setting: Setting) -> str:
