@@ -23,7 +23,7 @@ from sglang_fair.common.deadlines import Promise
 from sglang_fair.core import POLICIES
 from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, SimRequest, Stored
 from workloads.session import TIMED_OUT
-from workloads.simulation.fleet import Shelf
+from workloads.simulation.fleet import Fleet, Shelf
 from workloads.simulation.site import Site
 
 PROGRESS_S = 1.0
@@ -87,57 +87,16 @@ class Ended:
     """Packed tokens."""
 
 
-class Cluster:
-    """The parts stay, to be looked into. Its owner schedules what it does itself (`at`, `every`), and turns the clock
-    (`step`)."""
+class Clock:
+    """Events in the order of (time, number). Whose it is schedules them (`at`, `every`) and turns it (`step`)."""
 
-    def __init__(
-        self,
-        site: Site,
-        over: Callable[[Flight, Ended], None],
-        *,
-        step_s: float,
-        report_s: float = PROGRESS_S,
-    ) -> None:
-        """`over` is told how each request has ended. An answer's tokens are recorded when the first and the last comes,
-        and at even times `step_s` apart; at these the router hears of it, `report_s` after the last time or later."""
+    def __init__(self) -> None:
         self.now_s = 0.0
         self.scheduled = 0
         """Events so far."""
-        self.flights: dict[str, Flight] = {}
-        """Requests that have been sent and have not ended, by the name that the router knows."""
-        self.replicas: list[Replica] = [
-            site.make_replica(place, events=site.tells_caches) for place in range(site.replicas)
-        ]
-        self.routers: list[Router] = [site.make_router() for _ in site.ingress]
-        self.workers = site.workers
-        self.plans = 0
-        self._site = site
-        self._over = over
-        self._step_s, self._report_s = step_s, report_s
-        self._places = {worker: place for place, worker in enumerate(site.workers)}
-        self._tells_output = site.kind.uses_progress
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._repeated = 0
         """What is done at even times."""
-        self._wakes_s = [inf] * site.replicas
-        """When each replica's turn comes next."""
-        self._plan_s = None if site.fleet is None else site.fleet.plan_s
-        self._shelves: list[Shelf] = []
-        if (fleet := site.fleet) is not None:
-            self._shelves = [Shelf(fleet, fleet.begins_with(place)) for place in range(site.replicas)]
-
-    def begin(self) -> None:
-        """Agents and routers begin, and what is looked at at even times. To be called once."""
-        self.every(self._step_s, self._look)
-        if self._site.throttle == "oit":
-            self.every(LOAD_S, self._tell_loads)
-        if self._site.fleet is not None:
-            for place in range(len(self.replicas)):
-                self._agent(place, self._site.fleet.begins_with(place), 0)
-            self.every(TICK_S, self._tick)
-
-    # ---- the clock
 
     def at(self, time_s: float, action: Callable[[Any], None], argument: Any) -> None:
         """Something is to be done then."""
@@ -167,11 +126,57 @@ class Cluster:
     def _again(self, what: tuple[float, Callable[[int], None], int]) -> None:
         every_s, action, number = what
         action(number)
-        waits = self._site.fleet is not None and self.flights and self.now_s < LONGEST_S
-        if waits or len(self._events) >= self._repeated:
+        if self._waits() or len(self._events) >= self._repeated:
             self.at((number + 1) * every_s, self._again, (every_s, action, number + 1))
         else:
             self._repeated -= 1
+
+    def _waits(self) -> bool:
+        """Even times go on although nothing else is to come."""
+        return False
+
+
+class Cluster(Clock):
+    """The parts stay, to be looked into."""
+
+    def __init__(
+        self,
+        site: Site,
+        over: Callable[[Flight, Ended], None],
+        *,
+        step_s: float,
+        report_s: float = PROGRESS_S,
+    ) -> None:
+        """`over` is told how each request has ended. An answer's tokens are recorded when the first and the last comes,
+        and at even times `step_s` apart; at these the router hears of it, `report_s` after the last time or later."""
+        super().__init__()
+        self.flights: dict[str, Flight] = {}
+        """Requests that have been sent and have not ended, by the name that the router knows."""
+        self.replicas: list[Replica] = [
+            site.make_replica(place, events=site.tells_caches) for place in range(site.replicas)
+        ]
+        self.routers: list[Router] = [site.make_router() for _ in site.ingress]
+        self.workers = site.workers
+        self.plans = 0
+        self._site = site
+        self._over = over
+        self._step_s, self._report_s = step_s, report_s
+        self.places = {worker: place for place, worker in enumerate(site.workers)}
+        self._tells_output = site.kind.uses_progress
+        self._wakes_s = [inf] * site.replicas
+        """When each replica's turn comes next."""
+        self._agents = None if site.fleet is None else Agents(self, site, site.fleet)
+
+    def begin(self) -> None:
+        """Agents and routers begin, and what is looked at at even times. To be called once."""
+        self.every(self._step_s, self._look)
+        if self._site.throttle == "oit":
+            self.every(LOAD_S, self._tell_loads)
+        if self._agents is not None:
+            self._agents.begin()
+
+    def _waits(self) -> bool:
+        return self._agents is not None and bool(self.flights) and self.now_s < LONGEST_S
 
     # ---- requests: what a gateway does
 
@@ -274,18 +279,16 @@ class Cluster:
                 case message.Cut():
                     self._cut(answer.id)
                 case message.Exchange():
-                    if answer.number:
-                        self._load(answer)
+                    if answer.number and self._agents is not None:
+                        self._agents.load(answer)
                 case _:
                     raise AssertionError(answer)
-        if self._plan_s is not None and (asked := self.routers[router].question(self.now_s)) is not None:
-            self.plans += 1
-            number, work = asked
-            self.at(self.now_s + self._plan_s, self._planned, message.Planned(number, work()))
+        if self._agents is not None:
+            self._agents.plan(self.routers[router])
 
     def _placed(self, place: message.Place) -> None:
         flight = self.flights[place.id]
-        request, flight.worker = flight.request, self._places[place.worker]
+        request, flight.worker = flight.request, self.places[place.worker]
         if flight.placed_s is None:
             flight.placed_s = self.now_s
         due_s = None if place.due is None else place.due.promise(self.now_s).due_s
@@ -298,37 +301,6 @@ class Cluster:
         if not flight.given_up:
             flight.is_cut = True
             self._abort(flight)
-
-    def _planned(self, told: message.Planned) -> None:
-        self.tell(0, told)
-
-    def _tick(self, number: int) -> None:
-        self.tell(0, message.Tick())
-
-    # ---- agents
-
-    def _agent(self, place: int, model: str, number: int) -> None:
-        """The agent says what its replica has, and which order it has carried out. Alone it is no agent."""
-        fleet = self._site.fleet
-        assert fleet is not None
-        loadable = fleet.loadable(place)
-        if len(loadable) > 1:
-            swap_s = {one: self._shelves[place].swap_s(one) for one in loadable}
-            self.tell(0, message.Agent("", self.workers[place], loaded=model, number=number, swap_s=swap_s))
-
-    def _load(self, order: message.Exchange) -> None:
-        """The replica, which has no request, loads a model."""
-        place, model = self._places[order.worker], order.model
-        takes_s = self._shelves[place].swap_s(model)
-        self._shelves[place].load(model)
-        cost, settings = self._site.cost_of(place, model), self._site.settings(place, model)
-        self.take(place, self.replicas[place].swap(cost, settings, takes_s, self.now_s))
-        self.at(self.now_s + takes_s, self._loaded, (place, model, order.number))
-
-    def _loaded(self, what: tuple[int, str, int]) -> None:
-        place, model, number = what
-        self.tell(0, message.Load(self.workers[place], *self.replicas[place].load()))
-        self._agent(place, model, number)
 
     # ---- what replicas say
 
@@ -455,3 +427,52 @@ def _for_router(worker: str, event: Stored | Removed) -> message.Stored | messag
     return message.Stored(
         worker, event.hashes, event.parent, event.tokens, event.block_tokens, event.namespace
     )
+
+
+class Agents:
+    """What only a fleet has: agents that load models, and the time that its router's plans take."""
+
+    def __init__(self, cluster: Cluster, site: Site, fleet: Fleet) -> None:
+        self._cluster, self._site, self._fleet = cluster, site, fleet
+        self._first = [fleet.begins_with(place) for place in range(site.replicas)]
+        self._shelves = [Shelf(fleet, first) for first in self._first]
+
+    def begin(self) -> None:
+        for place, first in enumerate(self._first):
+            self._report(place, first, 0)
+        self._cluster.every(TICK_S, lambda _: self._cluster.tell(0, message.Tick()))
+
+    def plan(self, router: Router) -> None:
+        """If the router has asked for a plan, make it; it is there later."""
+        cluster = self._cluster
+        if (asked := router.question(cluster.now_s)) is not None:
+            cluster.plans += 1
+            number, work = asked
+            planned = message.Planned(number, work())
+            cluster.at(cluster.now_s + self._fleet.plan_s, lambda plan: cluster.tell(0, plan), planned)
+
+    def load(self, order: message.Exchange) -> None:
+        """The replica, which has no request, loads a model."""
+        cluster, model = self._cluster, order.model
+        place = cluster.places[order.worker]
+        takes_s = self._shelves[place].swap_s(model)
+        self._shelves[place].load(model)
+        cost, settings = self._site.cost_of(place, model), self._site.settings(place, model)
+        cluster.take(place, cluster.replicas[place].swap(cost, settings, takes_s, cluster.now_s))
+        cluster.at(cluster.now_s + takes_s, self._loaded, (place, model, order.number))
+
+    def _loaded(self, what: tuple[int, str, int]) -> None:
+        place, model, number = what
+        cluster = self._cluster
+        cluster.tell(0, message.Load(cluster.workers[place], *cluster.replicas[place].load()))
+        self._report(place, model, number)
+
+    def _report(self, place: int, model: str, number: int) -> None:
+        """The agent says what its replica has, and which order it has carried out. Alone it is no agent."""
+        loadable = self._fleet.loadable(place)
+        if len(loadable) > 1:
+            swap_s = {one: self._shelves[place].swap_s(one) for one in loadable}
+            agent = message.Agent(
+                "", self._cluster.workers[place], loaded=model, number=number, swap_s=swap_s
+            )
+            self._cluster.tell(0, agent)
