@@ -6,14 +6,18 @@ which clients whose names begin with `bad` misbehave, or `trace`. Clients are ei
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from sglang_fair.common.pairs import split_pairs, typed
+from sglang_fair.settings.commands import Option, choices
 from workloads.arrivals import GammaArrivals
-from workloads.clients import SCENARIOS, Client, Scale, Texts, chat_client, fixed_length_client
+from workloads.clients import SCENARIOS, SMALL, Client, Scale, Texts, chat_client, fixed_length_client
+from workloads.datasets import read_articles, read_questions
 from workloads.programs import Codec
+from workloads.programs.prose import Articles, WordProblems
 from workloads.traces import Trace, find_trace, mix, servegen
 
 SINGLE, CHAT, TRACE = "single", "chat", "trace"
@@ -74,27 +78,94 @@ def parse_clients(words: Sequence[str], workload: str) -> tuple[ClientSpec, ...]
     return specs
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """What all clients of a load have in common."""
+LoadOption = partial(Option, rich_help_panel="The load")
+RunOption = partial(Option, rich_help_panel="The run")
 
-    workload: str
-    rate: float | None = None
-    """Programs a second of each client; of a trace, requests a second of all clients."""
-    concurrency: int | None = None
-    cv: float = 1.0
-    input: int = 256
-    output: int = 64
-    prefix: int = 0
-    scale: Scale = field(default_factory=Scale)
-    seed: str = "0"
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What a command line says of a load. Raises ValueError for what does not go together."""
+
+    workload: Annotated[str, choices(WORKLOADS, "What the clients send.", rich_help_panel="The load")] = (
+        SINGLE
+    )
+    clients: Annotated[
+        list[str] | None,
+        LoadOption(
+            metavar="CLIENT...",
+            help="A number, or NAME[:KEY=VALUE,...] with rate, concurrency, weight, input, output, prefix; "
+            "in a scenario names that begin with bad misbehave. [default: 4]",
+        ),
+    ] = None
+    rate: Annotated[
+        float | None,
+        LoadOption(metavar="R", help="Open loop: programs a second of each client; of a trace, of all."),
+    ] = None
+    concurrency: Annotated[
+        int | None, LoadOption(metavar="N", help="Closed loop: programs under way of each client.")
+    ] = None
+    cv: Annotated[float, LoadOption(help="Variation of the gaps between programs; 0: even.")] = 1.0
+    input: Annotated[int, LoadOption(metavar="TOKENS", help=f"Of {SINGLE}.")] = 256
+    output: Annotated[int, LoadOption(metavar="TOKENS", help=f"Of {SINGLE}.")] = 64
+    prefix: Annotated[
+        int, LoadOption(metavar="TOKENS", help=f"Of {SINGLE}: shared by a client's requests.")
+    ] = 0
+    paper_scale: Annotated[
+        bool,
+        LoadOption("--paper-scale", help="Scenarios with DLPM's lengths; the default suits two cores."),
+    ] = False
+    questions: Annotated[
+        Path | None,
+        LoadOption(metavar="FILE", help="Of tot: JSON lines with `question`. [default: made from the seed]"),
+    ] = None
+    articles: Annotated[
+        Path | None,
+        LoadOption(
+            metavar="PATH", help="Of judge: a folder of *.txt, or a file. [default: made from the seed]"
+        ),
+    ] = None
+    trace: Annotated[
+        str | None,
+        LoadOption(
+            metavar="FILE", help="arena or mooncake JSON lines, a ServeGen folder, or one of these names."
+        ),
+    ] = None
+    tokenizer: Annotated[
+        Path | None,
+        LoadOption(metavar="DIR", help="Send token ids of exact lengths; else text, 4 letters a token."),
+    ] = None
+    seed: Annotated[str, RunOption(help="Of the programs and their arrivals.")] = "0"
 
     def __post_init__(self) -> None:
-        if self.workload not in WORKLOADS:
-            raise ValueError(f"unknown workload {self.workload!r}; there are {', '.join(WORKLOADS)}")
+        app = SCENARIOS[self.workload].app if self.workload in SCENARIOS else ""
+        if (self.workload == TRACE) != (self.trace is not None):
+            raise ValueError("--workload trace and --trace FILE go together")
+        if (self.questions and app != "tot") or (self.articles and app != "judge"):
+            raise ValueError("--questions are for tot-s1 and tot-s2, --articles for judge-s1 and judge-s2")
         if self.rate is not None and self.concurrency is not None:
             raise ValueError("a load is open loop (a rate) or closed loop (a concurrency), not both")
         _check_positive("", self, "rate", "concurrency", "input", "output")
+
+    @property
+    def scale(self) -> Scale:
+        return Scale() if self.paper_scale else SMALL
+
+    def load(self, codec: Codec, until_s: float) -> "ClientLoad":
+        """Its clients. Raises ValueError and OSError."""
+        if self.trace is not None:
+            specs = parse_clients(self.clients, TRACE) if self.clients else ()
+            return load_trace(read_trace(self.trace, self, until_s), specs, self, codec)
+        texts = Texts(
+            read_questions(self.questions) if self.questions else WordProblems(),
+            read_articles(self.articles) if self.articles else Articles(),
+        )
+        return load(parse_clients(self.clients or ["4"], self.workload), self, codec, texts)
+
+    def to_json(self) -> dict[str, Any]:
+        """What decides the clients' traffic; the scale only where it does."""
+        names = ("workload", "rate", "concurrency", "cv", "input", "output", "prefix", "seed")
+        scale = {"scale": asdict(self.scale)} if self.workload in SCENARIOS else {}
+        return {name: getattr(self, name) for name in names} | scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +179,7 @@ class ClientLoad:
     """What was asked for, by client, for the manifest of a run."""
 
 
-def load(
-    specs: Sequence[ClientSpec], options: LoadOptions, codec: Codec, texts: Texts | None = None
-) -> ClientLoad:
+def load(specs: Sequence[ClientSpec], options: LoadOptions, codec: Codec, texts: Texts) -> ClientLoad:
     """The load of these clients, of any workload but a trace. `texts` are the sources of a scenario's prompts.
 
     Raises ValueError where a client has neither rate nor concurrency, or lengths that its workload does not take.
@@ -192,7 +261,7 @@ def _load(clients: Sequence[Client], at_once: Mapping[str, int], specs: Sequence
     return ClientLoad(tuple(clients), at_once, weights, asked)
 
 
-def _client(spec: ClientSpec, options: LoadOptions, codec: Codec, texts: Texts | None) -> Client:
+def _client(spec: ClientSpec, options: LoadOptions, codec: Codec, texts: Texts) -> Client:
     arrivals = GammaArrivals(spec.rate or options.rate or 1.0, options.cv)
     if options.workload == CHAT:
         return chat_client(spec.name, arrivals=arrivals, codec=codec, seed=options.seed)
@@ -217,11 +286,3 @@ def _client(spec: ClientSpec, options: LoadOptions, codec: Codec, texts: Texts |
     )
     client = made[-1] if spec.name.startswith(MISBEHAVES) else made[0]
     return replace(client, name=spec.name, arrivals=client.arrivals if spec.rate is None else arrivals)
-
-
-def options_json(options: LoadOptions) -> dict[str, Any]:
-    """The options as JSON, with the scale only where it decides something."""
-    fields = asdict(options)
-    if options.workload not in SCENARIOS:
-        del fields["scale"]
-    return fields

@@ -26,27 +26,14 @@ from rich.live import Live
 from rich.text import Text
 
 from sglang_fair.core.cost import Cost, describe, make_cost
-from sglang_fair.settings.commands import Option, choices, run
+from sglang_fair.settings.commands import Option, run
 from workloads import wire
-from workloads.clients import SCENARIOS, SMALL, Scale, Texts
-from workloads.datasets import read_articles, read_codec, read_questions
+from workloads.datasets import read_codec
 from workloads.driver import Driver, Endpoint
 from workloads.endpoints import HEADER, IDENTITIES, EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import fairness_report, render
-from workloads.load import (
-    SINGLE,
-    TRACE,
-    WORKLOADS,
-    ClientLoad,
-    LoadOptions,
-    load,
-    load_trace,
-    options_json,
-    parse_clients,
-    read_trace,
-)
-from workloads.programs import Codec, TextCodec
-from workloads.programs.prose import Articles, WordProblems
+from workloads.load import ClientLoad, LoadOptions, RunOption
+from workloads.programs import TextCodec
 from workloads.records import Manifest, Records, stamp
 from workloads.runs.comparison import print_line
 from workloads.runs.options import command
@@ -62,12 +49,10 @@ LINE_S = 10.0
 
 
 EndpointOption = partial(Option, rich_help_panel="The endpoint")
-LoadOption = partial(Option, rich_help_panel="The load")
-RunOption = partial(Option, rich_help_panel="The run")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(LoadOptions):
     url: Annotated[str, EndpointOption(help="Base URL, without /v1.")]
     api: Annotated[
         Literal["generate", "completions", "chat", "responses", "messages", "embeddings"],
@@ -94,54 +79,6 @@ class ServeOptions:
             metavar="FILE", help="JSON object with each client's API key, for --identity api-key."
         ),
     ] = None
-    workload: Annotated[str, choices(WORKLOADS, "What the clients send.", rich_help_panel="The load")] = (
-        SINGLE
-    )
-    clients: Annotated[
-        list[str] | None,
-        LoadOption(
-            metavar="CLIENT...",
-            help="A number, or NAME[:KEY=VALUE,...] with rate, concurrency, weight, input, output, prefix; "
-            "in a scenario names that begin with bad misbehave. [default: 4]",
-        ),
-    ] = None
-    rate: Annotated[
-        float | None,
-        LoadOption(metavar="R", help="Open loop: programs a second of each client; of a trace, of all."),
-    ] = None
-    concurrency: Annotated[
-        int | None, LoadOption(metavar="N", help="Closed loop: programs under way of each client.")
-    ] = None
-    cv: Annotated[float, LoadOption(help="Variation of the gaps between programs; 0: even.")] = 1.0
-    input_tokens: Annotated[int, LoadOption("--input", metavar="TOKENS", help=f"Of {SINGLE}.")] = 256
-    output_tokens: Annotated[int, LoadOption("--output", metavar="TOKENS", help=f"Of {SINGLE}.")] = 64
-    prefix_tokens: Annotated[
-        int, LoadOption("--prefix", metavar="TOKENS", help=f"Of {SINGLE}: shared by a client's requests.")
-    ] = 0
-    paper_scale: Annotated[
-        bool,
-        LoadOption("--paper-scale", help="Scenarios with DLPM's lengths; the default suits two cores."),
-    ] = False
-    questions: Annotated[
-        Path | None,
-        LoadOption(metavar="FILE", help="Of tot: JSON lines with `question`. [default: made from the seed]"),
-    ] = None
-    articles: Annotated[
-        Path | None,
-        LoadOption(
-            metavar="PATH", help="Of judge: a folder of *.txt, or a file. [default: made from the seed]"
-        ),
-    ] = None
-    trace: Annotated[
-        str | None,
-        LoadOption(
-            metavar="FILE", help="arena or mooncake JSON lines, a ServeGen folder, or one of these names."
-        ),
-    ] = None
-    tokenizer: Annotated[
-        Path | None,
-        LoadOption(metavar="DIR", help="Send token ids of exact lengths; else text, 4 letters a token."),
-    ] = None
     duration: Annotated[float, RunOption(metavar="S", help="Measured seconds.")] = 60.0
     warm_up: Annotated[float, RunOption(metavar="S", help="Before those.")] = 10.0
     drain: Annotated[float, RunOption(metavar="S", help="Longest wait for the last answers.")] = 30.0
@@ -159,7 +96,6 @@ class ServeOptions:
         ),
     ] = False
     temperature: Annotated[float, RunOption(help="Of sampling.")] = 0.0
-    seed: Annotated[str, RunOption(help="Of the programs and their arrivals.")] = "0"
     records: Annotated[
         Path | None, RunOption(metavar="FILE", help="Write every request as a line of JSON.")
     ] = None
@@ -168,11 +104,7 @@ class ServeOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        app = SCENARIOS[self.workload].app if self.workload in SCENARIOS else ""
-        if (self.workload == TRACE) != (self.trace is not None):
-            raise ValueError("--workload trace and --trace FILE go together")
-        if (self.questions and app != "tot") or (self.articles and app != "judge"):
-            raise ValueError("--questions are for tot-s1 and tot-s2, --articles for judge-s1 and judge-s2")
+        super().__post_init__()
         if not (0 <= self.warm_up < math.inf and 0 < self.duration < math.inf and self.drain >= 0):
             raise ValueError("--warm-up and --drain must not be negative, --duration must be positive")
 
@@ -184,34 +116,6 @@ class ServeOptions:
     @property
     def prices(self) -> Cost:
         return make_cost(self.cost)
-
-    @property
-    def all_clients(self) -> LoadOptions:
-        """What the clients have in common."""
-        return LoadOptions(
-            self.workload,
-            rate=self.rate,
-            concurrency=self.concurrency,
-            cv=self.cv,
-            input=self.input_tokens,
-            output=self.output_tokens,
-            prefix=self.prefix_tokens,
-            scale=Scale() if self.paper_scale else SMALL,
-            seed=self.seed,
-        )
-
-    def load(self, codec: Codec) -> ClientLoad:
-        """Raises ValueError and OSError."""
-        if self.trace is not None:
-            specs = parse_clients(self.clients, TRACE) if self.clients else ()
-            trace = read_trace(self.trace, self.all_clients, self.until_s)
-            return load_trace(trace, specs, self.all_clients, codec)
-        texts = Texts(
-            read_questions(self.questions) if self.questions else WordProblems(),
-            read_articles(self.articles) if self.articles else Articles(),
-        )
-        specs = parse_clients(self.clients or ["4"], self.workload)
-        return load(specs, self.all_clients, codec, texts)
 
     def endpoint(self, names: Sequence[str]) -> Endpoint:
         """Raises ValueError, OSError and EndpointError."""
@@ -236,7 +140,7 @@ class ServeOptions:
             "api": self.api,
             "model": model if model != "default" else None,
             "identity": self.place,
-            "traffic": options_json(self.all_clients),
+            "traffic": self.to_json(),
             "trace": self.trace,
             "texts": str(self.questions or self.articles or "") or None,
             "warm_up_s": self.warm_up,
@@ -275,7 +179,7 @@ def serve(given: ServeOptions) -> int:
     Exit code 0, 1 if no request was answered, 2 for bad input or an endpoint that is not there, 130 after Ctrl-C.
     """
     prices, codec = given.prices, TextCodec() if given.api in wire.OF_CHATS else read_codec(given.tokenizer)
-    loaded = given.load(codec)
+    loaded = given.load(codec, given.until_s)
     endpoint = given.endpoint([client.name for client in loaded.clients])
     manifest = given.manifest(loaded, endpoint.model, token_ids=not isinstance(codec, TextCodec))
     plan = Plan(

@@ -318,7 +318,7 @@ def test_keys_come_from_a_file_and_belong_to_clients(tmp_path):
 
 
 def test_a_trace_takes_weights_and_nothing_else():
-    traffic = LoadOptions("trace", rate=5.0)
+    traffic = LoadOptions(workload="trace", trace="arena", rate=5.0)
     trace = read_trace("arena", traffic, 20.0)
     assert trace.duration_s == pytest.approx(20.0)
     name = trace.requests[0].client
@@ -327,7 +327,7 @@ def test_a_trace_takes_weights_and_nothing_else():
         with pytest.raises(ValueError, match=spec.name):
             load_trace(trace, [spec], traffic, TextCodec())
     with pytest.raises(ValueError, match="open loop"):
-        load_trace(trace, [], LoadOptions("trace", concurrency=2), TextCodec())
+        load_trace(trace, [], LoadOptions(workload="trace", trace="arena", concurrency=2), TextCodec())
 
 
 # ---- the report
