@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from sglang_fair.cluster.queues import told_standing
-from sglang_fair.cluster.status import fetch
+from sglang_fair.cluster.status import MOST_GROUPS, fetch
+from sglang_fair.cluster.status import seconds as round_seconds
 from sglang_fair.common.service_keys import admin_key, bearer
 
 TENANT_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -99,14 +99,41 @@ def _placement(placement: Mapping[str, Any]) -> Iterator[str]:
     if placement["waited_for"]:
         yield f"    router: held for {_seconds(placement['waited_s'])}, because {placement['waited_for']}"
     if placement.get("standing"):
-        yield from ("      " + line for line in told_standing(placement["standing"], "when it came:"))
+        yield from ("      " + line for line in _standing(placement["standing"], "when it came:"))
     if placement.get("stands"):
-        yield from ("      " + line for line in told_standing(placement["stands"], "it waits"))
+        yield from ("      " + line for line in _standing(placement["stands"], "it waits"))
     if placement["worker"] is None:
         return
     yield f"    router: {_figures(placement['worker'])}, because {WHY.get(placement['why'], placement['why'])}"
     if placement["next_best"] is not None:
         yield f"    next best: {_figures(placement['next_best'])}"
+
+
+def _standing(standing: Mapping[str, Any], when: str) -> Iterator[str]:
+    """Where a request stands, or stood, in lines. `when` begins the first."""
+    tier = "within its client's share" if standing["tier"] == 0 else "ahead of its client's share"
+    model = f"model {standing['model']}, " if standing["model"] else ""
+    yield (
+        f"{when} in group {standing['group']} ({model}class {standing['class']}, tier {standing['tier']}: {tier}) with "
+        f"{standing['with']:,} others"
+    )
+    if standing.get("worker") is None:
+        if "worker" in standing:
+            yield "  no replica can serve that group"
+        return
+    swaps = standing["swaps_before"]
+    yield (
+        f"  at {standing['worker']} behind {standing['groups_before']:,} groups of {standing['requests_before']:,} "
+        f"requests" + (f", {swaps} of another model to be loaded" if swaps else "")
+    )
+    if standing["wait_s"] is not None:
+        wait, likely = round_seconds(standing["wait_s"]), round_seconds(standing["likely_s"])
+        yield f"  expected to wait {wait}, at most {likely} 99 times in 100"
+    for row in standing["before"][:MOST_GROUPS]:
+        yield (
+            f"    group {row['group']}: {row['model'] or 'the model'}, {row['class']}, tier {row['tier']}, "
+            f"{row['waiting']:,} waiting, {round_seconds(row['slack_s'])} left"
+        )
 
 
 def _figures(worker: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sglang_fair.cluster import queues
 from sglang_fair.common.service_keys import admin_key, replica_key
 
 TIMEOUT_S = 10.0
+MOST_GROUPS = 6
+"""Of one replica's queue that are shown."""
+
 Report = Mapping[str, Any]
 
 
@@ -73,78 +75,105 @@ def by_client(replicas: Mapping[str, Report | None]) -> dict[str, ClientTotal]:
 
 
 def render(status: Mapping[str, Any]) -> RenderableType:
-    """Tables: clients and what they got, whom the router refuses, replicas and what they do, emulated GPUs and their
-    timing."""
+    """Tables: clients and what they got, whom the router refuses, replicas and what they do, queues with deadlines,
+    classes, batches, emulated GPUs and their timing."""
+    front: Report = status["gateway"]
     replicas: Mapping[str, Report | None] = status["replicas"]
     locked: Collection[str] = status.get("locked", ())
-    workers = _workers(status["gateway"], replicas, locked)
-    tables: list[RenderableType] = [_clients(replicas), Text(""), workers]
-    batches = status["gateway"].get("batches", {})
+    parts = [_clients(replicas), *_throttle(front.get("throttle", {})), _workers(front, replicas, locked)]
+    batches, classes = front.get("batches", {}), front.get("gateway", {}).get("classes", {})
     if batches.get("clients"):
-        tables += [Text(""), _batches(batches)]
-    throttle = status["gateway"].get("throttle", {})
-    if throttle.get("kind", "none") != "none":
-        tables[2:2] = [_throttle(throttle), Text("")]
-    tables += [part for one in queues.rendered(status["gateway"]) for part in (Text(""), one)]
-    classes = status["gateway"].get("gateway", {}).get("classes", {})
+        title = f"batches: {batches['waiting']:,} items wait, {batches['running']:,} run"
+        parts.append(_table(title, (
+            {"client": name} | {key: row[key] for key in ("left", "completed", "failed")}
+            for name, row in batches["clients"].items()
+        )))  # fmt: skip
+    parts += queue_tables(front.get("queues") or {})
     if len(classes) > 1:
-        tables += [Text(""), _classes(classes)]
+        parts.append(_table("classes: first tokens in time", (
+            {"class": name} | {key: row.get(key) for key in ("requests", "met", "missed")}
+            for name, row in classes.items()
+        )))  # fmt: skip
     if locked:
-        tables.append(
+        parts.append(
             Text(f"What clients got is not known: replicas ask for the key in {replica_key.variable}.")
         )
     emulated = {
         name: report["emulated"] for name, report in replicas.items() if report and "emulated" in report
     }
-    return Group(*tables, *((Text(""), _emulated(emulated)) if emulated else ()))
+    if emulated:
+        parts.append(_emulated(emulated))
+    return Group(*(piece for part in parts for piece in (part, Text(""))))
+
+
+def _table(title: str, rows: Iterable[Mapping[str, object]], headings: Sequence[str] = ()) -> Table:
+    """A row's keys are the headings, which are `headings` where there is no row. Texts stand to the left."""
+    rows = list(rows)
+    table = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
+    for heading in rows[0] if rows else headings:
+        is_text = all(isinstance(row[heading], str) for row in rows) and heading not in NUMBERS
+        table.add_column(heading, justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*(Text(_shown(value)) for value in row.values()))
+    return table
+
+
+NUMBERS = ("share", "starts in", "left", "late by", "stalled")
+"""Columns of numbers that are texts because of their units."""
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
+
+
+def seconds(spent_s: float | None) -> str:
+    """A time in a fitting unit."""
+    if spent_s is None:
+        return "?"
+    if abs(spent_s) >= 600:
+        return f"{spent_s / 60:,.0f} min"
+    return f"{1e3 * spent_s:,.0f} ms" if abs(spent_s) < 1 else f"{spent_s:,.1f} s"
 
 
 def _clients(replicas: Mapping[str, Report | None]) -> Table:
-    table = _table(
-        "clients", "client", "service", "share", "computed", "cached", "output", "waiting", "running"
-    )
-    for name, report in replicas.items():
-        table.add_column(f"{(report or {}).get('policy', '?')} {name}", justify="right")
     totals = by_client(replicas)
     served = sum(total.service for total in totals.values())
-    for client, total in totals.items():
-        share = f"{total.service / served:.0%}" if served else ""
-        counts = (total.extend_tokens, total.cached_tokens, total.output_tokens, total.waiting, total.running)
-        table.add_row(
-            Text(client),
-            f"{total.service:,.0f}",
-            share,
-            *(f"{count:,}" for count in counts),
-            *(_number(total.counters.get(name)) for name in replicas),
-        )
-    return table
+    headings = ("client", "service", "share", "computed", "cached", "output", "waiting", "running")
+    return _table("clients", (
+        {
+            "client": client,
+            "service": total.service,
+            "share": f"{total.service / served:.0%}" if served else "",
+            "computed": total.extend_tokens,
+            "cached": total.cached_tokens,
+            "output": total.output_tokens,
+            "waiting": total.waiting,
+            "running": total.running,
+        } | {
+            f"{(report or {}).get('policy', '?')} {name}": total.counters.get(name)
+            for name, report in replicas.items()
+        }
+        for client, total in totals.items()
+    ), headings)  # fmt: skip
 
 
-def _batches(batches: Report) -> Table:
-    """What clients' batches have left."""
-    title = f"batches: {batches['waiting']:,} items wait, {batches['running']:,} run"
-    table = _table(title, "client", "left", "completed", "failed")
-    for name, row in batches["clients"].items():
-        table.add_row(Text(name), *(_number(row[key]) for key in ("left", "completed", "failed")))
-    return table
-
-
-def _throttle(throttle: Report) -> RenderableType:
-    """Whether the cluster is overloaded, and whom the router refuses for that."""
+def _throttle(throttle: Report) -> Iterator[RenderableType]:
+    """Whether the cluster is overloaded, and whom the router refuses for that; nothing where it refuses nobody."""
+    if throttle.get("kind", "none") == "none":
+        return
     for_s, refused = throttle.get("overloaded_for_s"), throttle.get("refused", {})
     state = "not overloaded" if for_s is None else f"overloaded for {for_s:,.0f} s"
     words = ", ".join(f"{count:,} {code}" for code, count in refused.items() if count) or "nobody"
-    lines = Text(
+    yield Text(
         f"throttle {throttle['kind']}: {state}, pressure {throttle.get('pressure', 0):.2f}, "
         f"{throttle.get('open_interactions', 0):,} interactions open; refused: {words}"
     )
-    nearest = throttle.get("nearest", ())
-    if not nearest:
-        return lines
-    table = _table("nearest their limit", "client", "calls in 60 s", "limit")
-    for row in nearest:
-        table.add_row(Text(str(row["client"])), _number(row["calls"]), _number(row["limit"]))
-    return Group(lines, table)
+    if nearest := throttle.get("nearest", ()):
+        yield _table("nearest their limit", (
+            {"client": str(row["client"]), "calls in 60 s": row["calls"], "limit": row["limit"]} for row in nearest
+        ))  # fmt: skip
 
 
 def model_of(swap: Mapping[str, Any]) -> str:
@@ -155,90 +184,112 @@ def model_of(swap: Mapping[str, Any]) -> str:
 
 
 def _workers(front: Report, replicas: Mapping[str, Report | None], locked: Collection[str]) -> Table:
-    swaps = front.get("swaps") or {}
-    has_several = (
-        bool(swaps) or len({worker.get("model") for worker in front.get("workers", {}).values()}) > 1
-    )
-    headings = ["replica", "in flight", "placed", "tokens in tree", "policy", "books", "address"]
-    if has_several:
-        headings.insert(1, "model")
-    table = _table(f"replicas, placement {front.get('placement', '?')}", *headings)
-    for name, worker in front.get("workers", {}).items():
+    workers, swaps = front.get("workers", {}), front.get("swaps") or {}
+    has_several = bool(swaps) or len({worker.get("model") for worker in workers.values()}) > 1
+    rows = []
+    for name, worker in workers.items():
         report = replicas.get(name)
-        books = report.get("conservation", {}) if report else {}
         if report is None:
             state = "asks for its key" if name in locked else "does not answer"
         else:
-            state = "balance" if books.get("ok", True) else "DO NOT BALANCE"
-        table.add_row(
-            name,
-            *(
-                [Text(model_of(swaps[name]) if name in swaps else str(worker.get("model") or ""))]
-                if has_several
-                else []
-            ),
-            _number(worker.get("in_flight")),
-            _number(worker.get("dispatched")),
-            _number(worker.get("tree_tokens")),
-            str((report or {}).get("policy", "")),
-            state,
-            Text(str(worker.get("url", ""))),
-        )
-    return table
+            state = "balance" if report.get("conservation", {}).get("ok", True) else "DO NOT BALANCE"
+        model = model_of(swaps[name]) if name in swaps else str(worker.get("model") or "")
+        rows.append({
+            "replica": name,
+            **({"model": model} if has_several else {}),
+            "in flight": worker.get("in_flight"),
+            "placed": worker.get("dispatched"),
+            "tokens in tree": worker.get("tree_tokens"),
+            "policy": str((report or {}).get("policy", "")),
+            "books": state,
+            "address": str(worker.get("url", "")),
+        })  # fmt: skip
+    return _table(f"replicas, placement {front.get('placement', '?')}", rows)
 
 
-def _classes(classes: Mapping[str, Report]) -> Table:
-    """What was attained of what each class promises, at the gateway that answers."""
-    table = _table("classes: first tokens in time", "class", "requests", "met", "missed")
-    for name, row in classes.items():
-        counts = (row.get(key) for key in ("requests", "met", "missed"))
-        table.add_row(Text(name), *(_number(count) for count in counts))
-    return table
+def queue_tables(queues: Report) -> list[RenderableType]:
+    """The plans in a line, what is missing in another, and a table of each replica's queue; nothing where there are no
+    queues."""
+    if not queues:
+        return []
+    lines = [_plans(queues), shortage_text(queues["shortage"]) if queues.get("shortage") else ""]
+    waiting = queues.get("waiting", ())
+    late = sum(row["late"] for row in waiting)
+    title = f"queues: {sum(row['requests'] for row in waiting):,} requests wait in {queues.get('groups', 0):,} groups"
+    title += f", {late:,} in groups that will be late" if late else ""
+    return [*(Text(line) for line in lines if line), _table(title, _queue_rows(queues))]
+
+
+def _queue_rows(queues: Report) -> Iterator[Mapping[str, object]]:
+    for name, worker in queues.get("workers", {}).items():
+        rows = worker["groups"][:MOST_GROUPS]
+        for row in rows:
+            yield {
+                "replica": name,
+                "model": row["model"] + ("" if row["model"] == worker.get("loaded") else " (to be loaded)"),
+                "class": row["class"],
+                "tier": row["tier"],
+                "waiting": row["waiting"],
+                "running": row["running"],
+                "starts in": seconds(row["starts_s"]),
+                "left": "" if row["class"] == "(late)" else seconds(row["slack_s"]),
+                "late by": seconds(row["late_s"]) if row["late_s"] else "",
+            }
+        more = len(worker["groups"]) - len(rows) + worker.get("more_groups", 0)
+        if more or not rows:
+            words = f"{more:,} more groups" if more else f"{worker.get('loaded') or ''} nobody waits".strip()
+            empty = dict.fromkeys(("class", "tier", "waiting", "running", "starts in", "left", "late by"), "")
+            yield {"replica": name, "model": words, **empty}
+
+
+def _plans(queues: Report) -> str:
+    """The plans and the estimates in a line; "" where nothing is planned."""
+    plans, r2 = queues.get("plans"), queues.get("r2")
+    parts = []
+    if plans:
+        words = f"{plans['asked']:,} plans asked, {plans['answered']:,} answered"
+        if last := plans.get("last"):
+            words += f", the last {seconds(last['s_ago'])} ago"
+            words += f" with {last['late']:,} groups late" if last["late"] else ""
+        for name, said in (
+            ("failed", "failed"), ("unanswered", "too late"), ("stale", "stale"), ("ignored", "entries ignored"),
+        ):  # fmt: skip
+            words += f", {plans[name]:,} {said}" if plans.get(name) else ""
+        parts.append(words)
+    return "; ".join([*parts, *([] if r2 is None else [f"waits are estimated with R² {r2:.3f}"])])
+
+
+def shortage_text(shortage: Report) -> str:
+    """How many replicas would do, in a line."""
+    more, models = shortage.get("more"), shortage.get("models") or {}
+    if more is None:
+        words = "no number of replicas was found that would do"
+        words += f", at least {shortage['least']} more are needed" if shortage.get("least") else ""
+    elif not more:
+        words = "the replicas that are there would do"
+    else:
+        named = ", ".join(f"{count} with {model}" for model, count in models.items() if model)
+        words = f"{more} more replicas would do" + (f" ({named})" if named else "")
+    why = f": {shortage['why']}" if shortage.get("why") else ""
+    return f"deadlines cannot be met, for {seconds(shortage.get('for_s'))}: {words}{why}"
 
 
 def _emulated(replicas: Mapping[str, Report]) -> Table:
-    headings = (
-        "replica",
-        "gpu",
-        "model",
-        "time scale",
-        "steps",
-        "busy s",
-        "stalled",
-        "late ms",
-        "P99",
-        "cpu ms",
-    )
-    table = _table("emulated GPUs: stalled and late say how true their timing is", *headings)
-    for name, report in replicas.items():
-        steps, busy_s = report["steps"] or 1, report["busy_s"] or 1.0
-        table.add_row(
-            name,
-            report["gpu"],
-            report["model"],
-            f"{report['time_scale']:g}",
-            f"{report['steps']:,}",
-            f"{report['busy_s']:,.1f}",
-            f"{report['stalled_s'] / busy_s:.1%}",
-            f"{1e3 * report['late_s'] / steps:.2f}",
-            f"{1e3 * (report['late_p99_s'] or 0.0):.2f}",
-            f"{1e3 * report['scheduler_cpu_s'] / steps:.2f}",
-        )
-    return table
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
-    for position, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if position and heading not in TEXT_COLUMNS else "left")
-    return table
-
-
-TEXT_COLUMNS = ("policy", "books", "address", "gpu", "model")
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
+    return _table("emulated GPUs: stalled and late say how true their timing is", (
+        {
+            "replica": name,
+            "gpu": report["gpu"],
+            "model": report["model"],
+            "time scale": Text(f"{report['time_scale']:g}"),
+            "steps": report["steps"],
+            "busy s": Text(f"{report['busy_s']:,.1f}"),
+            "stalled": f"{report['stalled_s'] / (report['busy_s'] or 1.0):.1%}",
+            "late ms": Text(f"{1e3 * report['late_s'] / (report['steps'] or 1):.2f}"),
+            "P99": Text(f"{1e3 * (report['late_p99_s'] or 0.0):.2f}"),
+            "cpu ms": Text(f"{1e3 * report['scheduler_cpu_s'] / (report['steps'] or 1):.2f}"),
+        }
+        for name, report in replicas.items()
+    ))  # fmt: skip
 
 
 def fetch(url: str, headers: Mapping[str, str]) -> dict[str, Any]:

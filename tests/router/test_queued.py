@@ -32,7 +32,7 @@ from router.placement import build
 from router.placement.contract import Placement, Request, Work
 from router.placement.qlm.search import Answer
 from router.throttling import Throttling
-from sglang_fair.cluster import explain, queues
+from sglang_fair.cluster import explain, status
 from sglang_fair.cluster.status import render
 from sglang_fair.core.throttle import PREDICTED_S, make_rules
 from tests.support.budget import examples
@@ -282,10 +282,10 @@ def test_status_and_explain_show_queues_in_words() -> None:
     assert "it waits in group" in "\n".join(explain._placement(explained(site, name)))
     site.drain()
     assert ", because" in "\n".join(explain._placement(explained(site, name)))
-    assert queues.rendered(Router(build("d2lpm"), name="d2lpm").state()) == []
+    assert status.queue_tables(Router(build("d2lpm"), name="d2lpm").state().get("queues") or {}) == []
     short = {"least": 1, "models": {"m": 2}, "why": "work", "for_s": 12.0}
     for more, words in ((2, "2 more replicas"), (None, "no number"), (0, "the replicas that are there")):
-        assert words in queues.told_shortage(short | {"more": more})
+        assert words in status.shortage_text(short | {"more": more})
 
 
 # -- any such placement
