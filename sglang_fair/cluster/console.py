@@ -59,7 +59,7 @@ class ConsoleReporter:
             self._print(name, line)
 
     def waiting(self, names: Sequence[str], elapsed_s: float, limit_s: float) -> None:
-        """Shows a spinner on a terminal, else a line every `PLAIN_PROGRESS_S`."""
+        """These processes are not ready yet, twice a second: a spinner, or without a terminal a line now and then."""
         text = f"waiting for {', '.join(names)}: {elapsed_s:.0f} s of at most {limit_s:.0f} s"
         if self._console.is_terminal:
             if self._status is None:

@@ -1,31 +1,11 @@
 """The supervisor's connection to the router: asks whether it answers, and reports replicas that die and return."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from router.client import RouterClient, RouterGone
 from router.events import Query, Refuse, Snapshot, Swap, WorkerDown, WorkerDrain, WorkerUp
 from sglang_fair.cluster.plan import Worker
 from sglang_fair.common.curve import Keys
-
-
-class Link(Protocol):
-    """Tells a router about its workers."""
-
-    def up(self, worker: Worker) -> None:
-        """`worker` serves again, with an empty cache."""
-        ...
-
-    def down(self, worker: Worker) -> None:
-        """`worker` is gone."""
-        ...
-
-    def drain(self, worker: Worker) -> None:
-        """`worker` must get no new requests; it is gone when it has none left."""
-        ...
-
-    def close(self) -> None:
-        """Ends the connection."""
-        ...
 
 
 class RouterLink(RouterClient):

@@ -7,7 +7,7 @@ from typing import Any
 from sglang_fair.cluster import gpus
 from sglang_fair.cluster.control import Refused, Say
 from sglang_fair.cluster.gpus import GpusTaken
-from sglang_fair.cluster.link import Link
+from sglang_fair.cluster.link import RouterLink
 from sglang_fair.cluster.models import fewest
 from sglang_fair.cluster.options import ConfigError, Device, Options
 from sglang_fair.cluster.plan import Machine, Model, Process, agent_name, build, each_model, with_workers
@@ -85,7 +85,7 @@ class Local:
     def __init__(
         self,
         supervisor: Supervisor,
-        link: Link,
+        link: RouterLink,
         plan: Callable[[int, str | None, Sequence[str]], Addition],
         freed: Callable[[Process], None],
     ) -> None:

@@ -8,12 +8,13 @@ supervisor knows processes and nothing of SGLang.
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from sglang_fair.cluster.child import Child
-from sglang_fair.cluster.link import Link, router_workers
+from sglang_fair.cluster.console import ConsoleReporter
+from sglang_fair.cluster.link import RouterLink, router_workers
 from sglang_fair.cluster.plan import (
     DISPENSABLE,
     START_ORDER,
@@ -34,34 +35,6 @@ PROGRESS_S = 0.5
 LOCAL_CHECK_S = 5.0
 
 
-class Reporter(Protocol):
-    """Shows what happens."""
-
-    def line(self, name: str, line: str) -> None:
-        """Process `name` printed a line."""
-        ...
-
-    def waiting(self, names: Sequence[str], elapsed_s: float, limit_s: float) -> None:
-        """These processes are not ready yet. Called twice a second."""
-        ...
-
-    def is_ready(self, name: str, after_s: float) -> None:
-        """Process `name` became ready, so many seconds after its start."""
-        ...
-
-    def died(self, name: str, how: str, tail: Iterable[str]) -> None:
-        """Process `name` ended by itself; `tail` are its last lines."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Shows any other line."""
-        ...
-
-    def up(self, pids: dict[str, int]) -> None:
-        """All processes are ready."""
-        ...
-
-
 class StartFailed(RuntimeError):
     """A process did not become ready; the text says which and why."""
 
@@ -72,10 +45,10 @@ class Supervisor:
     def __init__(
         self,
         plan: Plan,
-        reporter: Reporter,
+        reporter: ConsoleReporter,
         *,
         rule: RestartRule | None = None,
-        link: Link | None = None,
+        link: RouterLink | None = None,
         inherited: Callable[[Process], Sequence[int]] = lambda spec: (),
     ) -> None:
         """Starts nothing yet. `link` reports replicas that die and return to the router; `inherited` says which of our

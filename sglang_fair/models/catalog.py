@@ -130,5 +130,4 @@ def _find_emulated(name: str, say: Progress) -> ServedModel:
         raise ValueError(f"unknown model {name!r} to emulate; there are {', '.join(SHAPES)}")
     shape = SHAPES[name]
     path = prepared(f"emulated-{name}-v1", lambda folder: emulated.write(folder, shape), say)
-    size = emulated.REPLICA_BYTES
-    return ServedModel(EMULATED + name, str(path), f"{name}-emulated", "dummy", size, shape.context_tokens)
+    return ServedModel(EMULATED + name, str(path), f"{name}-emulated", "dummy", 0, shape.context_tokens)

@@ -12,9 +12,6 @@ from sglang_fair.sim.shapes import ModelShape
 ARCHITECTURE = "EmulatedForCausalLM"
 """The model class that the folder names. Only the emulated engine has one of that name."""
 
-REPLICA_BYTES = 350_000_000
-"""Memory that a forked replica takes for itself, most of it tables of its requests' pages."""
-
 
 def write(folder: Path, shape: ModelShape) -> None:
     write_byte_tokenizer(folder, shape.context_tokens, letters=_letters())
