@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -168,7 +168,7 @@ def carried(environment: Mapping[str, str]) -> dict[str, str]:
 def amounts(resources: Mapping[str, float]) -> str:
     """Resources in words. Ray's own marks of nodes are left out."""
     return ", ".join(
-        f"{name} {amount / 1e9:.1f}e9" if amount >= 1e9 else f"{name} {amount:g}"
+        f"{name} {amount:g}"
         for name, amount in sorted(resources.items(), key=lambda one: (one[0] not in (CPU, GPU), one[0]))
         if name != "object_store_memory" and not name.startswith("node:")
     ) or "nothing"  # fmt: skip
@@ -229,28 +229,6 @@ class Host:
             os._exit(1)
 
 
-class Actor(Protocol):
-    """A `Host` somewhere. Raises `Gone`, and `FleetFailed` if Ray will not start it again."""
-
-    async def place(self) -> Place: ...
-
-    async def stop(self) -> None: ...
-
-    def kill(self) -> None:
-        """Ends it for good."""
-        ...
-
-
-class Nodes(Protocol):
-    """Where replicas can be. A bundle is what is kept free for one of them."""
-
-    async def bundles(self, count: int) -> list[Any]:
-        """Raises `FleetFailed` if there is no room in time."""
-        ...
-
-    def actor(self, bundle: Any, replica: Replica) -> Actor: ...
-
-
 class Ray:
     """The nodes of a Ray cluster; this process is its driver."""
 
@@ -271,7 +249,8 @@ class Ray:
             ) from None
 
     async def bundles(self, count: int) -> list[Any]:
-        """On as many nodes as there are. Waits in steps, so that a process that is to stop need not wait for it."""
+        """What is kept free for so many replicas, on as many nodes as there are. Raises `FleetFailed` without room in
+        time; waits in steps, so that a process that is to stop need not wait for it."""
         util: Any = import_module("ray.util.placement_group")
         wait_s, one = self._settings.wait_s, self._settings.bundle
         group = util.placement_group([one] * count, strategy="SPREAD")
@@ -298,7 +277,7 @@ class Ray:
             )
         return [(group, index) for index in range(count)]
 
-    def actor(self, bundle: Any, replica: Replica) -> "_Actor":
+    def actor(self, bundle: Any, replica: Replica) -> "Actor":
         """Ray starts it, again and again."""
         strategies: Any = import_module("ray.util.scheduling_strategies")
         one = self._settings.bundle
@@ -308,14 +287,16 @@ class Ray:
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(*bundle),
             **({"memory": one[MEMORY]} if MEMORY in one else {}), **({"resources": rest} if rest else {}),
         )  # fmt: skip
-        return _Actor(self._ray, made.remote(replica, self._environment, self._settings.loads))
+        return Actor(self._ray, made.remote(replica, self._environment, self._settings.loads))
 
     def close(self) -> None:
         """Ends whatever of ours is left in the cluster."""
         self._ray.shutdown()
 
 
-class _Actor:
+class Actor:
+    """A `Host` somewhere. Its methods raise `Gone`, and `FleetFailed` if Ray will not start it again."""
+
     def __init__(self, ray: Any, handle: Any) -> None:
         self._ray = ray
         self._handle = handle
@@ -328,6 +309,7 @@ class _Actor:
         await self._call(self._handle.stop)
 
     def kill(self) -> None:
+        """Ends it for good."""
         self._ray.kill(self._handle, no_restart=True)
 
     async def _call(self, method: Any) -> Any:
@@ -346,7 +328,7 @@ class Member:
 
     replica: Replica
     bundle: Any
-    actor: Actor
+    actor: "Actor"
     place: Place | None = None
     is_up: bool = False
     is_draining: bool = False
@@ -355,7 +337,7 @@ class Member:
 class Fleet:
     """The replicas on the nodes: the crew that `Workers` changes, and the list that the router follows."""
 
-    def __init__(self, settings: FleetSettings, nodes: Nodes, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: FleetSettings, nodes: Ray, say: Callable[[str], None]) -> None:
         """ValueError for authorities that cannot be read."""
         self._settings = settings
         self._nodes = nodes
@@ -540,7 +522,7 @@ def say(text: str) -> None:
         print(text, file=sys.__stdout__, flush=True)
 
 
-async def serve(settings: FleetSettings, nodes: Nodes) -> None:
+async def serve(settings: FleetSettings, nodes: Ray) -> None:
     """Until SIGTERM or SIGINT. Raises `FleetFailed`."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for one in (signal.SIGTERM, signal.SIGINT):
