@@ -142,10 +142,8 @@ def test_programs_are_as_long_as_those_of_the_papers_table(name):
 def make(folder, experiment, size="full", **more):
     """Run what has no record; returns what failed."""
     jobs = runner.missing(runner.jobs_of({"odd": experiment}, size), folder)
-    how = runner.here({"odd": experiment})
-    return runner.run(
-        jobs, folder=folder, size=size, carry_out=how, versions={"commit": "abc"}, machine={}, **more
-    )
+    given = {"folder": folder, "size": size, "versions": {"commit": "abc"}, "machine": {}, **more}
+    return runner.run(jobs, {"odd": experiment}, **given)
 
 
 def test_a_second_run_makes_nothing_and_a_changed_cell_alone_is_made_again(tmp_path):
@@ -190,7 +188,7 @@ def test_an_interruption_keeps_what_was_made(tmp_path):
 
     experiment = Odd([("a", {"x": 1}), ("b", {"x": 2})])
     with pytest.raises(KeyboardInterrupt):
-        make(tmp_path, experiment, watch=runner.Watch(ended=stop))
+        make(tmp_path, experiment, ended=stop)
     rest = Odd([("a", {"x": 1}), ("b", {"x": 2})])
     make(tmp_path, rest)
     assert rest.ran == [("b", "0")]
@@ -206,7 +204,8 @@ from workloads.experiments import runner
 if __name__ == "__main__":
     jobs = runner.jobs_of({"odd": Odd([("long", {"sleeps": True})])}, "quick")
     say = lambda _: print(*(child.pid for child in active_children()), flush=True)
-    list(runner.in_processes(1, "tests.support.odd_experiments")(jobs, say))
+    given = {"folder": None, "size": "quick", "versions": {}, "machine": {}}
+    runner.run(jobs, "tests.support.odd_experiments", workers=1, began=say, **given)
 """
 
 

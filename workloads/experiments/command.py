@@ -25,9 +25,9 @@ from sglang_fair.common.provenance import cores, machine, versions
 from sglang_fair.settings.commands import Argument, Mistake, Option, run
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.claims import VERDICTS
-from workloads.experiments.contract import Experiment, Measured, Size
+from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.model_validation import Validation
-from workloads.experiments.runner import CarryOut, Failed, Job, Made, Watch
+from workloads.experiments.runner import Failed, Job, Outcome
 from workloads.experiments.words import heading
 from workloads.terminal import FILE_COLUMNS, interrupted
 
@@ -35,6 +35,8 @@ NAME = "sglang-fair reproduce"
 DOCS = Path("docs")
 PAGE, PUBLISHED = DOCS / "results.md", DOCS / "results"
 CORES = cores()
+REGISTRY = "workloads.experiments"
+"""The module whose `EXPERIMENTS` other processes import."""
 
 
 def on_page(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
@@ -46,10 +48,9 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     experiments: Mapping[str, Experiment] = EXPERIMENTS,
-    carry_out: CarryOut | None = None,
 ) -> int:
     """The command. Status 0 when all cells have records and make a report, 1 when one failed, 2 for bad input, 130
-    after Ctrl-C. `carry_out` runs the cells in place of `--jobs` processes."""
+    after Ctrl-C. Other experiments than ours run in this process, whatever `--jobs`."""
 
     def reproduce(
         ids: Annotated[
@@ -101,8 +102,8 @@ def main(
                     f"--publish writes to {DOCS}/, which is not here: run it from the project's root"
                 )
             asked = chosen(ids or (), experiments)
-            how = carry_out or (runner.in_processes(jobs) if jobs else runner.here(experiments))
-            failed = _make_records(asked, size, folder, how, again=again, console=console)
+            workers = jobs if experiments is EXPERIMENTS else 0
+            failed = _make_records(asked, size, folder, workers, again=again, console=console)
             reported = _show_reports(asked or experiments, folder, console)
             if page:
                 known = on_page(experiments)
@@ -184,7 +185,7 @@ def _make_records(
     experiments: Mapping[str, Experiment],
     size: Size,
     folder: Path,
-    carry_out: CarryOut,
+    workers: int,
     *,
     again: bool,
     console: Console,
@@ -199,12 +200,14 @@ def _make_records(
     with _RunProgress(todo, console) as view:
         return runner.run(
             todo,
+            REGISTRY if workers else experiments,
             folder=folder,
             size=size,
-            carry_out=carry_out,
             versions=versions(),
             machine=machine(),
-            watch=Watch(view.began, view.ended),
+            workers=workers,
+            began=view.began,
+            ended=view.ended,
         )
 
 
@@ -291,7 +294,7 @@ class _RunProgress:
     def began(self, job: Job) -> None:
         self._running[job.name] = time.monotonic()
 
-    def ended(self, job: Job, outcome: Made[Measured] | Failed) -> None:
+    def ended(self, job: Job, outcome: Outcome) -> None:
         del self._running[job.name]
         self._done += 1
         self._worked += job.cell.simulated_s

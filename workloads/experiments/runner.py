@@ -4,20 +4,20 @@
 cell that fails, or whose worker process dies, is reported with its error, and the others go on.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from workloads.experiments import store
 from workloads.experiments.contract import CURVES, Cell, Experiment, Json, Measured, Size
 from workloads.experiments.store import Record
 from workloads.runs.pool import Failed, Made, Pool
 
-__all__ = ["CarryOut", "Failed", "Job", "Made", "Watch", "here", "in_processes", "jobs_of", "missing", "run"]
+__all__ = ["Failed", "Job", "Made", "Outcome", "jobs_of", "missing", "run"]
 
 Experiments: TypeAlias = Mapping[str, Experiment]
 
@@ -40,16 +40,6 @@ class Job:
 
 
 Outcome: TypeAlias = Made[Measured] | Failed
-CarryOut: TypeAlias = Callable[[Sequence[Job], Callable[[Job], None]], Iterator[tuple[Job, Outcome]]]
-"""Carries out jobs, in any order; the second argument is called as each begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Functions that are called as jobs begin and end."""
-
-    began: Callable[[Job], None] = lambda _: None
-    ended: Callable[[Job, Outcome], None] = lambda *_: None
 
 
 def jobs_of(experiments: Experiments, size: Size) -> list[Job]:
@@ -76,67 +66,52 @@ def _kept(job: Job, folder: Path) -> bool:
 
 def run(
     jobs: Sequence[Job],
+    experiments: Experiments | str,
     *,
     folder: Path,
     size: Size,
-    carry_out: CarryOut,
     versions: Mapping[str, str],
     machine: Mapping[str, Json],
-    watch: Watch | None = None,
+    workers: int = 0,
+    began: Callable[[Job], None] = lambda _: None,
+    ended: Callable[[Job, Outcome], None] = lambda *_: None,
 ) -> list[tuple[Job, Failed]]:
-    """Make the jobs' records in `folder`. Returns what failed."""
-    watch = watch or Watch()
+    """Make the jobs' records in `folder`, so many at a time, or one after the other in this process. Returns what
+    failed.
+
+    For other processes `experiments` is the name of the module whose `EXPERIMENTS` they import.
+    """
     failed = []
-    for job, outcome in carry_out(jobs, watch.began):
-        if isinstance(outcome, Made):
-            first = job.seed == job.cell.seeds[0]
-            values = {key: one for key, one in outcome.measured.values.items() if first or key != CURVES}
-            record = Record(
-                experiment=job.experiment,
-                size=size,
-                cell=job.cell.to_json(),
-                seed=job.seed,
-                measured=store.rounded(values),
-                simulated_s=store.rounded(outcome.measured.simulated_s),
-                wall_s=store.rounded(outcome.wall_s),
-                started=outcome.started,
-                versions=versions,
-                machine=machine,
-                version=job.version,
-            )
-            store.write(folder, record)
-        else:
-            failed.append((job, outcome))
-        watch.ended(job, outcome)
+    with Pool(workers) as pool:
+        for job, outcome in pool.carry_out(partial(_measure, experiments), jobs, began):
+            if isinstance(outcome, Made):
+                store.write(folder, _record(job, outcome, size, versions, machine))
+            else:
+                failed.append((job, outcome))
+            ended(job, outcome)
     return failed
 
 
-REGISTRY = "workloads.experiments"
-"""The module whose `EXPERIMENTS` a worker carries out."""
+def _measure(experiments: Experiments | str, job: Job) -> Measured:
+    known = import_module(experiments).EXPERIMENTS if isinstance(experiments, str) else experiments
+    return cast("Experiments", known)[job.experiment].run(job.cell, job.seed)
 
 
-def here(experiments: Experiments) -> CarryOut:
-    """One run after the other in this process: for a debugger, and for tests."""
-
-    def carry_out(jobs: Sequence[Job], began: Callable[[Job], None]) -> Iterator[tuple[Job, Outcome]]:
-        return Pool(0).carry_out(partial(_measure, experiments), jobs, began)
-
-    return carry_out
-
-
-def in_processes(workers: int, registry: str = REGISTRY) -> CarryOut:
-    """`workers` runs at a time, each in a process that imports the experiments of `registry`."""
-
-    def carry_out(jobs: Sequence[Job], began: Callable[[Job], None]) -> Iterator[tuple[Job, Outcome]]:
-        with Pool(workers) as pool:
-            yield from pool.carry_out(partial(_measure_registered, registry), jobs, began)
-
-    return carry_out
-
-
-def _measure(experiments: Experiments, job: Job) -> Measured:
-    return experiments[job.experiment].run(job.cell, job.seed)
-
-
-def _measure_registered(registry: str, job: Job) -> Measured:
-    return _measure(import_module(registry).EXPERIMENTS, job)
+def _record(
+    job: Job, made: Made[Measured], size: Size, versions: Mapping[str, str], machine: Mapping[str, Json]
+) -> Record:
+    first = job.seed == job.cell.seeds[0]
+    values = {key: one for key, one in made.measured.values.items() if first or key != CURVES}
+    return Record(
+        experiment=job.experiment,
+        size=size,
+        cell=job.cell.to_json(),
+        seed=job.seed,
+        measured=store.rounded(values),
+        simulated_s=store.rounded(made.measured.simulated_s),
+        wall_s=store.rounded(made.wall_s),
+        started=made.started,
+        versions=versions,
+        machine=machine,
+        version=job.version,
+    )

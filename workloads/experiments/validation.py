@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from workloads.experiments import EXPERIMENTS, command, runner
+from workloads.experiments import EXPERIMENTS, command
 from workloads.experiments.model_validation import Validation
 
 
@@ -11,7 +11,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`reproduce`, for this experiment alone and in this process."""
     known = command.on_page(EXPERIMENTS)
     given = [Validation.id, *(sys.argv[1:] if argv is None else argv)]
-    return command.main(given, experiments=known, carry_out=runner.here(known))
+    return command.main(given, experiments=known)
 
 
 if __name__ == "__main__":
