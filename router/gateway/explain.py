@@ -15,11 +15,10 @@ import msgspec
 
 from router.client import RouterGone
 from router.gateway.errors import ApiError
-from router.gateway.record import MOST_FOUND, MOST_NAME, Exchange, RequestRecord, Try, shown_try
+from router.gateway.record import MOST_FOUND, MOST_NAME, RequestRecord
 from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.links import Links
-from router.gateway.spans import Told
 
 REPLICA_TIMEOUT_S = 5.0
 
@@ -96,21 +95,6 @@ class Explainer:
         if not requests:
             raise ApiError(404, "no such request is remembered here", code="request_not_found")
         return Explained(requests, router_error)
-
-    async def attempts(self, exchange: Exchange) -> list[Told]:
-        """What router and replicas say of each attempt at a request."""
-        return await asyncio.gather(*(self._told(one, exchange.client) for one in exchange.tries))
-
-    async def _told(self, one: Try, client: str) -> Told:
-        router_error, placement = "", None
-        try:
-            placement = next(iter(await self._link.explain(one.id, client)), None)
-        except RouterGone as error:
-            router_error = str(error)
-        attempt = self._attempt(shown_try(one, time.monotonic()), placement)
-        asked_s = time.monotonic()
-        await self._ask_replica(attempt, client)
-        return Told(attempt, router_error, asked_s, time.monotonic())
 
     def _attempt(self, own: Mapping[str, Any], placement: Mapping[str, Any] | None) -> dict[str, Any]:
         return {**own, "router": placement, "replica": None, "replica_error": ""}

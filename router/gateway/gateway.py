@@ -187,7 +187,6 @@ class Gateway:
             "sick": self.replicas.health.sick(),
             **self.counters.state(),
             **(self.metrics.status() if self.processes > 1 else {}),
-            **({} if self.tracing is None else {"spans": self.tracing.state()}),
             "processes": self.processes,
             **(
                 {}
@@ -218,7 +217,7 @@ class Gateway:
         from router.gateway import tracing  # the SDK takes memory and time to import
 
         assert self.settings.otlp_traces_endpoint is not None
-        return tracing.Tracing(tracing.otlp(self.settings.otlp_traces_endpoint), self.explainer.attempts)
+        return tracing.Tracing(tracing.otlp(self.settings.otlp_traces_endpoint))
 
     def _due(self, name: Interaction) -> Due | None:
         """By when further calls of it are due."""

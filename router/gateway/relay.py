@@ -168,8 +168,6 @@ class _Exchange:
         gateway.counters.requests += 1
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self._noted = gateway.record.came(self._kind, headers.get(REQUEST_ID))
-        if gateway.tracing is not None:
-            self._trace = gateway.tracing.begin(self._noted, PATHS[self._kind], headers)
         self._own_headers[REQUEST_ID] = self._noted.name
         try:
             peer = scope.get("client")
@@ -178,6 +176,8 @@ class _Exchange:
             self._stands_for = known.stands_for
             self._noted.client = self._client
             gateway.record.enter(self._noted)
+            if gateway.tracing is not None:
+                self._trace = gateway.tracing.begin(self._noted, PATHS[self._kind], headers)
             self._ticket = await gateway.quotas.enter(known)
             if self._ticket is not None:
                 self._ticket.headers[REQUEST_ID] = self._noted.name

@@ -55,8 +55,6 @@ class FakeReplica:
     def __init__(self) -> None:
         self.mode = "ok"
         self.record = Record(make_policy("fcfs"))
-        self.explained = 0
-        """How often it was asked to explain a request."""
         self.context_tokens: int | None = None
         self.requests: list[tuple[str, dict, dict]] = []
         self.aborted: list[str] = []
@@ -120,7 +118,6 @@ class FakeReplica:
         return given if isinstance(given, list) else [given]
 
     async def _explain(self, request: web.Request) -> web.Response:
-        self.explained += 1
         self.record.tick(time.monotonic())
         found = self.record.find(request.match_info["id"], request.query.get("client"))
         return web.json_response({"requests": found}, status=200 if found else 404)
