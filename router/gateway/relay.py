@@ -376,7 +376,7 @@ class _Exchange:
         self._noted.model = str(call.body.get("model") or call.model)[:MOST_NAME]
         if self._ticket is not None:
             await self._ticket.admit(self._prompt_tokens, call.max_output_tokens, call.unnamed)
-        resumable = Resumable(call) if call.resume else None
+        resumable = Resumable(call) if call.can_go_on else None
         if call.asks_for_token_ids:
             headers |= {token_ids.HEADER: "1"}
         if call.salt is not None:

@@ -41,7 +41,7 @@ REQUESTS: Mapping[Kind, tuple[Any, str]] = {
 ANSWER = (
     "The replica's answer, whole or, with `stream`, as server-sent events. Sampled answers are not repeatable, not "
     "even with a `seed`, unless the engine is deterministic. A stream whose replica is lost is continued by another "
-    "one: a greedy one in the same words, a sampled one from the tokens it has, as a sample of the same distribution. "
+    "one from the tokens it has: a greedy one in the same words, a sampled one as a sample of the same distribution. "
     "It ends in an `error` event without `[DONE]` if that cannot be done: with logprobs, `n` above 1, tools, a "
     "grammar, or sampling that looks back on its own output (presence and repetition penalties). Streams of "
     "/v1/responses and /v1/messages are not continued, and end in the `error` event of their API."

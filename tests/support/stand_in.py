@@ -112,7 +112,8 @@ class Engine:
             if len(ids) >= limit:
                 yield Step(ids, text, {"type": "length", "length": limit})
                 return
-            yield Step(ids, whole, None)
+            if not any(whole.endswith(stop[:end]) for stop in stops for end in range(1, len(stop))):
+                yield Step(ids, whole, None)  # else held back, as SGLang does
 
     def _next(self, ids: list[int], rng: random.Random | None) -> int:
         if ids[-1:] == [self._first]:

@@ -1,16 +1,9 @@
 """Continues a stream whose replica has died: remembers what the client has, and has another replica write the rest.
 
-A request is served in legs, one by each replica. The first leg passes through unchanged, and its text is remembered,
-and its token ids if the engine streams them. A later leg begins at output token k (`request.continuation`):
-
-    tokens   k is the last token before which all text was sent, and which no stop text can reach back to
-    repeat   k = 0
-    sample   k is the last token of all: none may be drawn again, or the whole would be no true sample any more
-
-What a later leg repeats is compared with what the client has, character by character, and left out. So the client's
-text continues exactly, or the stream ends in an error; a greedy one never goes on in other words. A sampled one repeats
-nothing. If its last token is half a character, the next replica takes that half for prompt and leaves the character
-out, so it is made up here from the token ids (`_Owed`).
+A request is served in legs, one by each replica. The first leg passes through unchanged, and its text and token ids are
+remembered. A later leg has all of these ids behind its prompt, so nothing is computed, drawn or sent twice, and the
+whole is what one replica would have written (`request.continuation`). If the last token is half a character, the next
+replica takes that half for prompt and leaves the character out, so it is made up here from the token ids (`_Owed`).
 
 Id, role and creation time stay those of the first leg, and usage is that of the whole answer. Memory: the text, and 4
 bytes a token.
@@ -19,21 +12,18 @@ bytes a token.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
 
 from router.gateway.answer.sse import COMMENTS, DONE, END_OF_EVENT, TOKEN_IDS, data_of
-from router.gateway.request.call import BY_TOKENS, Call, encode_body
+from router.gateway.request.call import Call, encode_body
 from router.gateway.request.continuation import (
     FREQUENCY,
     OUTPUT_FLOOR,
-    OUTPUT_LIMIT,
     OUTPUT_LIMITS,
     begins_stop,
-    stop_reach,
 )
 from sglang_fair.common import token_ids
 
@@ -46,10 +36,9 @@ CONTEXT_TOKENS = 5
 REMEMBERED_BYTES = 1 << 16
 """Events are kept unparsed until there are this many bytes, or the replica dies."""
 
-MAX_BACK = 64
-"""How far to go back in search of k before the request is repeated instead."""
-
 FINISHED = b"[DONE]"
+
+UNREADABLE = "an event of the replica cannot be read"
 
 UNFINISHED = "\ufffd"
 """What a tokenizer makes of half a character."""
@@ -154,36 +143,37 @@ class Resumable:
     """One stream, over all its legs."""
 
     def __init__(self, call: Call) -> None:
-        """`call.resume` must not be None."""
-        assert call.resume is not None
+        """`call.can_go_on` must be true."""
+        assert call.can_go_on
         self._call = call
-        self._way = call.resume
         self._unread: list[bytes] = []
         self._unread_bytes = 0
-        self._texts: dict[str, str] = {}
+        self._text = ""
+        """That the client has."""
         self._ids = array("I")
         self._prompt: list[int] = []
         self._prompt_tokens: int | None = None
         """Of the first leg, as its replica says; None where it says its ids."""
         self._head: dict[str, Any] = {}
-        self._has_tools = False
-        self._is_strange = False
+        self._obstacle = ""
+        """Why no other replica can continue it."""
         self._has_usage = False
         self._is_finished = False
         self._finish: str | None = None
         """Why the answer ended, where only its token ids say so."""
-        self._owed: _Owed | None = None
-        self._made_up = ""
-        """What was owed to the client and has been given to it in this leg."""
         self._waits = b""
         self._has_ids = False
-        self._late: list[dict[str, Any]] = []
-        """Chunks of a chat that wait until their tokens are known, because something is owed before them."""
         # Of the current leg:
         self._is_first = True
         self._kept = 0
-        self._repeated: dict[str, str] = {}
-        self._compared: dict[str, int] = {}
+        """Output tokens before it."""
+        self._before = ""
+        """The text before it."""
+        self._owed: _Owed | None = None
+        self._late: list[dict[str, Any]] = []
+        """Chunks of a chat that wait until their tokens are known, because something is owed before them."""
+        self._made_up = ""
+        """What was owed to the client and has been given to it."""
 
     @property
     def leg_tokens(self) -> int | None:
@@ -193,22 +183,16 @@ class Resumable:
 
     @property
     def is_complete(self) -> bool:
-        """The client has everything but the [DONE]."""
+        """The client has everything but what `closing` makes, and the [DONE]."""
         self._read()
-        if self._way == "sample":
-            return self._is_finished or self._finish is not None
-        return self._is_finished and not self._lacks_usage
-
-    @property
-    def _lacks_usage(self) -> bool:
-        return self._call.kind != "generate" and self._call.wants_usage and not self._has_usage
+        return self._is_finished or self._finish is not None
 
     def closing(self) -> bytes:
-        """What the client lacks of a complete answer before its [DONE]. A sampled one cannot be asked for again."""
+        """What the client lacks of a complete answer before its [DONE]."""
         events: list[dict[str, Any]] = []
         if not self._is_finished:
             events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": self._finish}]})
-        if self._lacks_usage:
+        if self._call.kind != "generate" and self._call.wants_usage and not self._has_usage:
             prompt, completion = self._prompt_tokens or len(self._prompt), len(self._ids)
             usage = {
                 "prompt_tokens": prompt,
@@ -249,63 +233,42 @@ class Resumable:
 
     def next_leg(self, prompt: Sequence[int], decode: Decode) -> Leg:
         """Begins another leg. `prompt` are the request's tokens, as the router got them. Raises `Diverged`."""
-        self._read()
-        if self._is_strange:
-            raise Diverged("its events cannot be read")
-        if self._has_tools:
-            raise Diverged("it had begun to call a tool")
+        leg, self._owed = self._following(prompt, decode)
         self._prompt = self._prompt or list(prompt)
-        self._is_first = False
-        self._waits, self._has_ids = b"", False
-        if self._way == "sample":
-            return self._next_sample(decode)
-        at = self._cut(decode) if self._way == "tokens" and not self._is_finished else None
-        kept, text = at or (0, 0)
-        self._kept = kept
-        del self._ids[kept:]
-        self._repeated = {name: sent[text:] for name, sent in self._texts.items()}
-        self._compared = dict.fromkeys(self._repeated, 0)
-        if not kept:
-            return Leg(self._call, None)
-        tokens = self._prompt + list(self._ids)
-        return Leg(_from_tokens(self._call, tokens, kept), tokens)
+        self._is_first, self._kept, self._before = False, len(self._ids), self._text
+        self._waits, self._has_ids, self._late, self._made_up = b"", False, [], ""
+        return leg
 
     def can_go_on(self, prompt: Sequence[int], decode: Decode) -> bool:
-        """Whether `next_leg` could begin another leg now, by its tokens: nothing would be written again. Changes
-        nothing."""
-        if self._way not in BY_TOKENS:
-            return False
+        """Whether `next_leg` could begin another leg now. Changes nothing."""
         try:
-            deepcopy(self, {id(self._call): self._call}).next_leg(prompt, decode)
+            self._following(prompt, decode)
         except Diverged:
             return False
         return True
 
-    def _next_sample(self, decode: Decode) -> Leg:
-        """The rest of a sampled stream, behind all its tokens. Raises `Diverged`."""
-        sent, kept = self._sent_text, len(self._ids)
-        if self._texts.get("reasoning_content"):
-            raise Diverged("it was sampled, and the model had begun to reason")
-        if not kept:
-            if sent:
-                raise Diverged("it was sampled, and its token ids are not known")
-            return Leg(self._call, None)  # the client has nothing of it yet
-        if self._prompt_tokens not in (None, len(self._prompt)):
+    def _following(self, prompt: Sequence[int], decode: Decode) -> tuple[Leg, _Owed | None]:
+        """The rest of the stream, behind all its tokens, and what its client is owed before that."""
+        self._read()
+        if self._obstacle:
+            raise Diverged(self._obstacle)
+        if not self._ids:
+            if self._text:
+                raise Diverged("its token ids are not known")
+            return Leg(self._call, None), None  # the client has nothing of it yet
+        first = self._prompt or list(prompt)
+        if self._prompt_tokens not in (None, len(first)):
             raise Diverged("its prompt's tokens are not known")
-        if begins_stop(self._call.sampling, sent):
-            raise Diverged("it was sampled, and may have begun a stop text")
-        context = self._prompt[-CONTEXT_TOKENS:]
-        hide_special = self._call.sampling.get("skip_special_tokens") is not False
+        if begins_stop(self._call.sampling, self._text):
+            raise Diverged("it may have begun a stop text")
+        context, hide_special = (
+            first[-CONTEXT_TOKENS:],
+            self._call.sampling.get("skip_special_tokens") is not False,
+        )
         before = len(decode(context, hide_special))
-        self._owed = _Owed(lambda ids: decode([*context, *ids], hide_special)[before:], self._ids, sent)
-        self._kept, self._repeated, self._compared = kept, {}, {}
-        self._made_up, self._late = "", []
-        tokens = self._prompt + list(self._ids)
-        return Leg(_from_tokens(self._call, tokens, kept), tokens)
-
-    @property
-    def _sent_text(self) -> str:
-        return self._texts.get("content" if self._call.kind == "chat" else "text", "")
+        owed = _Owed(lambda ids: decode([*context, *ids], hide_special)[before:], self._ids, self._text)
+        tokens = first + list(self._ids)
+        return Leg(_from_tokens(self._call, tokens, len(self._ids)), tokens), owed
 
     # -- the first leg
 
@@ -319,43 +282,44 @@ class Resumable:
     def _read(self) -> None:
         events, self._unread, self._unread_bytes = b"".join(self._unread), [], 0
         for event in _split(events):
-            if data_of(event) == FINISHED or self._is_strange:
+            if data_of(event) == FINISHED or self._obstacle:
                 continue
             if event.startswith(token_ids.PREFIX):
                 self._take_ids(event)
                 continue
             try:
                 data = _read(event)
-            except Diverged:
-                self._is_strange = True
+            except Diverged as error:
+                self._obstacle = str(error)
                 continue
             if self._call.kind == "generate":
-                self._texts["text"] = str(data.get("text") or "")
-                self._ids = array("I", data.get("output_ids") or [])
-                meta = data.get("meta_info") or {}
-                self._head = {"id": meta.get("id")}
-                self._prompt_tokens = meta.get("prompt_tokens")
-                self._is_finished = meta.get("finish_reason") is not None
-                if "error" in data:
-                    self._is_strange = True
-                if meta.get("completion_tokens") != len(self._ids):
-                    self._is_strange = self._is_strange or self._way == "sample"
-                    self._way = "repeat"
+                self._read_generated(data)
                 continue
             self._has_usage = self._has_usage or isinstance(data.get("usage"), dict)
             for choice in data.get("choices") or []:
                 self._head = self._head or {"id": data.get("id"), "created": data.get("created")}
-                self._note(choice)
-                self._ids.extend(choice.get("token_ids") or [])
-                self._prompt = choice.get("prompt_token_ids") or self._prompt
+                self._read_choice(choice)
 
-    def _note(self, choice: dict[str, Any]) -> None:
+    def _read_generated(self, data: dict[str, Any]) -> None:
+        self._text = str(data.get("text") or "")
+        self._ids = array("I", data.get("output_ids") or [])
+        meta = data.get("meta_info") or {}
+        self._head = {"id": meta.get("id")}
+        self._prompt_tokens = meta.get("prompt_tokens")
+        self._is_finished = meta.get("finish_reason") is not None
+        if "error" in data or meta.get("completion_tokens") != len(self._ids):
+            self._obstacle = "its token ids are not known"
+
+    def _read_choice(self, choice: dict[str, Any]) -> None:
         holder = choice.get("delta") or choice
-        for name in ("text", "content", "reasoning_content"):
-            if holder.get(name):
-                self._texts[name] = self._texts.get(name, "") + holder[name]
-        self._has_tools = self._has_tools or bool(holder.get("tool_calls"))
+        self._text += holder.get("text") or holder.get("content") or ""
+        self._ids.extend(choice.get("token_ids") or [])
+        self._prompt = choice.get("prompt_token_ids") or self._prompt
         self._is_finished = self._is_finished or choice.get("finish_reason") is not None
+        if holder.get("reasoning_content"):
+            self._obstacle = "the model had begun to reason"
+        if holder.get("tool_calls"):
+            self._obstacle = "it had begun to call a tool"
 
     def _known(self, events: bytes) -> bytes:
         """`events` of a chat as far as their token ids are known, which come behind them: else a replica that dies in
@@ -375,32 +339,13 @@ class Resumable:
         try:
             found = _COMMENTS.decode(event.removeprefix(token_ids.PREFIX))
         except msgspec.MsgspecError:
-            self._is_strange = True
+            self._obstacle = UNREADABLE
             return
         if self._is_first:
             self._prompt_tokens = found.prompt_tokens
         self._ids.extend(found.ids)
         if found.finish in ("stop", "length"):
             self._finish = found.finish
-
-    # -- between legs
-
-    def _cut(self, decode: Decode) -> tuple[int, int] | None:
-        """k, and how many characters were sent before it; None means repeat."""
-        sampling = self._call.sampling
-        sent, ids = self._texts.get("text", ""), list(self._ids)
-        if self._call.kind == "generate" and self._prompt_tokens != len(self._prompt):
-            return None
-        context = self._prompt[-CONTEXT_TOKENS:]
-        hide_special = sampling.get("skip_special_tokens") is not False
-        before = len(decode(context, hide_special))
-        most = min(len(ids), sampling[OUTPUT_LIMIT[self._call.kind]] - 1)
-        furthest = len(sent) - stop_reach(sampling)
-        for kept in range(most, max(0, most - MAX_BACK), -1):
-            text = decode(context + ids[:kept], hide_special)[before:]
-            if len(text) <= furthest and sent.startswith(text):
-                return kept, len(text)
-        return None
 
     # -- later legs
 
@@ -453,42 +398,25 @@ class Resumable:
         choice.pop("prompt_token_ids", None)
         choice.pop("token_ids", None)
         holder = choice.get("delta") or choice
-        if self._way == "sample" and holder.get("reasoning_content"):
+        if holder.get("reasoning_content"):
             raise Diverged("the other replica begins to reason")
         if self._owed and self._call.kind == "completions":
             text = holder.get("text") or ""
             is_all = choice.get("finish_reason") is not None or bool(text)
             holder["text"] = self._owed.next(self._ids, is_all=is_all) + text
-        says = False
-        for name in ("text", "content", "reasoning_content"):
-            if not holder.get(name):
-                continue
-            holder[name] = self._without_repeated(name, holder[name])
-            self._texts[name] = self._texts.get(name, "") + holder[name]
-            says = says or bool(holder[name])
-        if holder.get("tool_calls"):
-            says = self._has_tools = True
+        says = holder.get("text") or holder.get("content") or ""
+        self._text += says
         is_end = choice.get("finish_reason") is not None and not self._is_finished
-        if is_end:
-            self._check_end()
-            self._is_finished = True
+        self._is_finished = self._is_finished or is_end
         return data if says or is_end else None
 
-    def _generated(self, data: dict[str, Any]) -> dict[str, Any] | None:
+    def _generated(self, data: dict[str, Any]) -> dict[str, Any]:
         meta = data.get("meta_info") or {}
-        sent = self._texts.get("text", "")
-        base = sent[: len(sent) - len(self._repeated.get("text", ""))]
         made = str(data.get("text") or "")
         ids = [*self._ids[: self._kept], *(data.get("output_ids") or [])]
-        is_end = meta.get("finish_reason") is not None
+        self._is_finished = meta.get("finish_reason") is not None
         if self._owed:
-            self._made_up += self._owed.next(ids, is_all=is_end or bool(made))
-        text = base + self._made_up + made
-        whole = base + self._repeated.get("text", "")
-        if not (text.startswith(whole) or (whole.startswith(text) and not is_end) or self._is_trim(text)):
-            raise Diverged("the other replica answers in other words")
-        if len(text) < len(whole) and not is_end:
-            return None
+            self._made_up += self._owed.next(ids, is_all=self._is_finished or bool(made))
         if self._kept:
             meta["prompt_tokens"] = len(self._prompt)
             meta["completion_tokens"] = len(ids)
@@ -497,30 +425,8 @@ class Resumable:
             if meta.get("cached_tokens") is not None:
                 meta["cached_tokens"] = min(meta["cached_tokens"], len(self._prompt))
         meta["id"] = self._head.get("id")
-        self._is_finished = is_end
-        self._texts["text"], self._repeated["text"] = text, text[len(base) :]
-        self._ids = array("I", ids)
-        return data | {"text": text, "output_ids": ids, "meta_info": meta}
-
-    def _without_repeated(self, name: str, text: str) -> str:
-        """The part of the leg's next text that the client does not have."""
-        repeated, at = self._repeated.get(name, ""), self._compared.get(name, 0)
-        overlap = min(len(text), len(repeated) - at)
-        if text[:overlap] != repeated[at : at + overlap]:
-            raise Diverged("the other replica answers in other words")
-        self._compared[name] = at + overlap
-        return text[overlap:]
-
-    def _check_end(self) -> None:
-        """By its end a leg must have repeated everything, except what a stop text took back."""
-        for name, repeated in self._repeated.items():
-            missing = len(repeated) - self._compared.get(name, 0)
-            if missing > stop_reach(self._call.sampling):
-                raise Diverged("the other replica stops before")
-
-    def _is_trim(self, text: str) -> bool:
-        sent = self._texts.get("text", "")
-        return sent.startswith(text) and len(sent) - len(text) <= stop_reach(self._call.sampling)
+        self._text, self._ids = self._before + self._made_up + made, array("I", ids)
+        return data | {"text": self._text, "output_ids": ids, "meta_info": meta}
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The usage of the whole answer, from that of the current leg."""
@@ -565,7 +471,7 @@ def _from_tokens(call: Call, tokens: list[int], kept: int) -> Call:
     return replace(
         call,
         body=body,
-        encoded=encode_body(kind, body, call.resume),
+        encoded=encode_body(kind, body, call.can_go_on),
         prompts=(tokens,),
         max_output_tokens=min(limits.values(), default=0),
     )
@@ -582,5 +488,5 @@ def _read(event: bytes) -> dict[str, Any]:
         _EVENTS.decode(data)
         found: dict[str, Any] = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Diverged("an event of the replica cannot be read") from error
+        raise Diverged(UNREADABLE) from error
     return found

@@ -15,16 +15,13 @@ from typing import Any
 import msgspec
 
 from router.gateway.errors import ApiError
-from router.gateway.request.continuation import Way, continuation
+from router.gateway.request.continuation import can_go_on
 from router.gateway.request.kinds import BY_HEADER, CHATS, WITHOUT_ENGINE, Kind
 from router.gateway.request.names import Names, model_not_found
 from router.gateway.request.schema import Common, Prompt, SamplingParams
 from router.wire import namespace
 from sglang_fair.common.caller import salted
 from sglang_fair.common.fields import MAX_BATCH
-
-BY_TOKENS = ("tokens", "sample")
-"""The ways to continue a stream for which its token ids must be known."""
 
 RESPONSE_PREFIX = "resp_"
 """The ids of responses begin with it."""
@@ -55,8 +52,8 @@ class Call:
     user: str | None
     model: str
     """Which of the served models answers it; `body` may name an adapter of that."""
-    resume: Way | None = None
-    """How another replica could continue this stream."""
+    can_go_on: bool = False
+    """Another replica could continue this stream, by its token ids."""
     salt: str | None = None
     """The cache salt, where it is told in a header."""
 
@@ -94,12 +91,12 @@ class Call:
     @property
     def hides_token_ids(self) -> bool:
         """The gateway asked for token ids in the stream, and the client did not."""
-        return self.kind == "completions" and self.resume in BY_TOKENS
+        return self.kind == "completions" and self.can_go_on
 
     @property
     def asks_for_token_ids(self) -> bool:
         """The gateway asks the overlay for token ids in the stream (`common.token_ids`)."""
-        return self.kind == "chat" and self.resume in BY_TOKENS
+        return self.kind == "chat" and self.can_go_on
 
     def rids(self, request_id: str) -> tuple[str, ...]:
         """The ids to cancel by at the replica: one a prompt, as SGLang wants them.
@@ -126,8 +123,8 @@ class Call:
         return self.encoded[:-1] + b',"' + name + b'":' + rid + b"}"
 
 
-def encode_body(kind: Kind, body: dict[str, Any], resume: Way | None) -> bytes:
-    """`body` as replicas get it, without the `rid`."""
+def encode_body(kind: Kind, body: dict[str, Any], with_ids: bool) -> bytes:
+    """`body` as replicas get it, without the `rid`; of completions `with_ids` of their tokens in the stream."""
     ours = (
         ("rid", "model") if kind == "generate" else ("rid", "request_id") if kind == "responses" else ("rid",)
     )
@@ -136,7 +133,7 @@ def encode_body(kind: Kind, body: dict[str, Any], resume: Way | None) -> bytes:
     }  # /generate of SGLang knows no model
     if kind in ("chat", "completions") and body.get("stream"):
         sent["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
-        if kind == "completions" and resume in BY_TOKENS:
+        if kind == "completions" and with_ids:
             sent["return_token_ids"] = True
     return msgspec.json.encode(sent)
 
@@ -167,11 +164,11 @@ def make_call(
         raise ApiError(400, text, code="batch_too_large", param="n")
     limit = sum(one.max_new_tokens or 0 for one in sampling) * (samples // len(sampling))
     unnamed = sum(not one.max_new_tokens for one in sampling) * (samples // len(sampling))
-    resume = None if is_batch else continuation(kind, body)
+    goes_on = not is_batch and can_go_on(kind, body)
     return Call(
         kind=kind,
         body=body,
-        encoded=encode_body(kind, body, resume),
+        encoded=encode_body(kind, body, goes_on),
         prompts=prompts,
         stream=bool(getattr(request, "stream", None)),
         samples=samples,
@@ -182,7 +179,7 @@ def make_call(
         namespace=_namespace(body, request, model, group),
         user=user_in(kind, request),
         model=model,
-        resume=resume,
+        can_go_on=goes_on,
         salt=salt if by_header else None,
     )
 

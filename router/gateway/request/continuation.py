@@ -1,17 +1,12 @@
-"""Whether another replica can continue the stream that answers a request, and how, once its own replica has died.
+"""Whether another replica can continue the stream that answers a request, once its own replica has died.
 
-A stream can be continued if its next token depends on the tokens before it and on nothing else that died with the
-replica. So the request must be stateless, and have one answer, of text alone.
+It can if the next token depends on the tokens before it and on nothing else that died with the replica. Then the output
+tokens that were sent join the prompt: a greedy stream goes on in the same words, and in a sampled one the next token
+has the same distribution wherever it is drawn, so the whole is a true sample. (A seed decides only where the engine is
+deterministic, and that cannot be seen here.) So the request must be stateless, and have one answer, of text alone.
 
-    tokens   greedy: the output tokens that were sent join the prompt; nothing is decoded twice
-    repeat   greedy: the request is served again from its beginning, and what the client already has is compared and
-             left out
-    sample   the same as `tokens`, for a stream that is sampled. The next token has the same distribution wherever it
-             is drawn, so the whole is a true sample. Other words than the lost replica's may follow: a seed decides
-             only where the engine is deterministic, and that cannot be seen here. Nothing can be repeated and compared
-
-`tokens` and `sample` lose what the sampler remembers of its output, because that output has become prompt. Of the
-sampling options of SGLang 0.5.23:
+What the sampler remembers of its output is lost, because that output has become prompt. Of the sampling options of
+SGLang 0.5.23:
 
     temperature, top_p, top_k, min_p, logit_bias     remember nothing
     seed, sampling_seed      the position in the whole sequence is drawn with, which stays the same
@@ -20,25 +15,20 @@ sampling options of SGLang 0.5.23:
                              stop text, so none lies across the border
     frequency_penalty        counts output tokens. Each lowers its token's logit by so much: a `logit_bias` for what was
                              sent does the same
-    presence_penalty, repetition_penalty    look back, and count a token once: with them nothing goes on by its tokens
+    presence_penalty, repetition_penalty    look back, and count a token once: with them no stream goes on
     json_schema, regex, ebnf, response_format, tools    a grammar or a parser is in the middle: the same
     anything that is not known here         the same
 
-With these, greedy decoding is repeated, and a sampled stream ends. A greedy chat is always repeated, because SGLang
-does not stream its token ids; for a sampled one the gateway asks the overlay for them (`common.token_ids`).
-
-The streams of /v1/responses and /v1/messages are not continued: they number their events and items, and a second
-replica would begin anew. They end in their API's own error event.
+The token ids of completions and /generate are SGLang's; those of a chat, which it does not stream, are asked of the
+overlay (`common.token_ids`). The streams of /v1/responses and /v1/messages are not continued: they number their events
+and items, and a second replica would begin anew. What cannot go on ends in its API's own error event.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from router.gateway.request.kinds import Kind
 
-Way = Literal["tokens", "repeat", "sample"]
-
-OUTPUT_LIMIT: Mapping[Kind, str] = {"completions": "max_tokens", "generate": "max_new_tokens"}
 OUTPUT_FLOOR: Mapping[Kind, str] = {
     "chat": "min_tokens", "completions": "min_tokens", "generate": "min_new_tokens",
 }  # fmt: skip
@@ -76,37 +66,21 @@ _MORE_THAN_TEXT = ("logprobs", "top_logprobs", "session_params", "session_id", "
 """With any of these, or any `return_…`, an answer is more than its text, or a request depends on another."""
 
 
-def continuation(kind: Kind, body: Mapping[str, Any]) -> Way | None:
-    """How another replica could continue the stream that answers `body`; None if it could not."""
-    if kind not in OUTPUT_LIMITS:
-        return None
+def can_go_on(kind: Kind, body: Mapping[str, Any]) -> bool:
+    """Whether another replica could continue the stream that answers `body`."""
+    if kind not in OUTPUT_LIMITS or body.get("stream") is not True:
+        return False
     sampling = body.get("sampling_params") or {} if kind == "generate" else body
-    if body.get("stream") is not True or not isinstance(sampling, Mapping):
-        return None
+    if not isinstance(sampling, Mapping):
+        return False
     both = {**body, **sampling}
-    is_single = all(both.get(name) in (None, 1) for name in ("n", "best_of"))
-    if not is_single or _has_more_than_text(both):
-        return None
-    if not _is_greedy(both):
-        return "sample" if _goes_on_by_tokens(kind, sampling, both) else None
-    if kind == "chat" or type(sampling.get(OUTPUT_LIMIT[kind])) is not int:
-        return "repeat"
-    if type(sampling.get(OUTPUT_FLOOR[kind])) not in (int, type(None)):
-        return "repeat"
-    known = _MEMORYLESS | _NOT_SAMPLING | {OUTPUT_LIMIT[kind], OUTPUT_FLOOR[kind]}
-    others = {name: value for name, value in _given(both).items() if name not in known}
-    is_neutral = all(value == _NEUTRAL.get(name) for name, value in others.items())
-    return "tokens" if is_neutral else "repeat"
-
-
-def _goes_on_by_tokens(kind: Kind, sampling: Mapping[str, Any], both: Mapping[str, Any]) -> bool:
-    """Whether nothing but the tokens so far says how this sampled stream goes on."""
+    if any(both.get(name) not in (None, 1) for name in ("n", "best_of")) or _has_more_than_text(both):
+        return False
     limits = [sampling.get(name) for name in OUTPUT_LIMITS[kind]]
-    if any(type(limit) not in (int, type(None)) for limit in limits):
-        return False
-    if kind != "chat" and limits == [None]:
-        return False
-    if type(sampling.get(OUTPUT_FLOOR[kind])) not in (int, type(None)):
+    numbers = [*limits, sampling.get(OUTPUT_FLOOR[kind])]
+    if any(type(number) not in (int, type(None)) for number in numbers) or (
+        kind != "chat" and limits == [None]
+    ):
         return False
     if type(both.get(FREQUENCY)) not in (int, float, type(None)):
         return False
@@ -131,13 +105,6 @@ def _is_text(message: Any) -> bool:
     return isinstance(content, str | None)
 
 
-def stop_reach(sampling: Mapping[str, Any]) -> int:
-    """How many of the last characters sent may be the beginning of a stop text."""
-    stops = sampling.get("stop") or []
-    texts = [stops] if isinstance(stops, str) else stops
-    return max((len(text) - 1 for text in texts if isinstance(text, str)), default=0)
-
-
 def begins_stop(sampling: Mapping[str, Any], text: str) -> bool:
     """Whether `text` ends with the beginning of a stop text."""
     stops = sampling.get("stop") or []
@@ -148,10 +115,6 @@ def begins_stop(sampling: Mapping[str, Any], text: str) -> bool:
         if isinstance(stop, str)
         for length in range(1, len(stop))
     )
-
-
-def _is_greedy(both: Mapping[str, Any]) -> bool:
-    return both.get("temperature") == 0 or both.get("top_k") == 1
 
 
 def _has_more_than_text(both: Mapping[str, Any]) -> bool:
