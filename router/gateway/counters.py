@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
+from router.gateway.record import Exchange
 from sglang_fair.common.deadlines import ATTAINED
 
 
@@ -31,6 +32,19 @@ class Counters:
         self.left = 0
         """Clients that left before their answer was complete."""
         self.refused = 0
+
+    def ended(self, exchange: Exchange) -> None:
+        """A request is over."""
+        self.failed += exchange.outcome == "failed"
+        self.left += exchange.outcome == "left"
+        self.refused += exchange.outcome == "refused"
+        if exchange.served_model is not None:
+            self.models[exchange.served_model, exchange.outcome] += 1
+        if exchange.promise is not None:
+            attained = exchange.promise.slo_class, exchange.attained
+            self.classes[attained] += 1
+            if exchange.is_tenant:
+                self.of_tenants.setdefault(exchange.client, Counter())[attained] += 1
 
     def state(self) -> dict[str, object]:
         """As `/status` shows them."""

@@ -27,6 +27,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 
 from router.batches.model import ClientTotals
 from router.gateway.counters import Counters, by_class, by_model
+from router.gateway.record import Exchange
 from sglang_fair.metrics import table
 from sglang_fair.metrics.labels import OTHER, Counted
 from sglang_fair.metrics.waits import SECONDS
@@ -105,18 +106,12 @@ class GatewayMetrics:
             if not metric.labels:
                 self._counts[metric.name].inc(0)
 
-    def ended(
-        self,
-        client: str | None,
-        outcome: str,
-        *,
-        is_tenant: bool,
-        tokens: int,
-        duration_s: float,
-        ttft_s: float | None,
-    ) -> None:
-        """A request of `client` has ended, None for one that nobody may send. `tokens`: of its prompt and answer."""
-        label = OTHER if client is None else self._counted.count(client, tokens, is_tenant=is_tenant)
+    def ended(self, exchange: Exchange) -> None:
+        """A request is over."""
+        label = OTHER  # of those whom nobody knows
+        if exchange.is_entered:
+            tokens = (exchange.input_tokens or 0) + exchange.output_tokens
+            label = self._counted.count(exchange.client, tokens, is_tenant=exchange.is_tenant)
         series = self._series.get(label)
         if series is None:
             series = self._series[label] = _Series(
@@ -124,11 +119,11 @@ class GatewayMetrics:
                 self._times["request_seconds"].labels(label),
                 self._times["ttft_seconds"].labels(label),
             )
-        series.ends[outcome].inc()
-        if outcome == "ok":
-            series.durations.observe(duration_s)
-        if ttft_s is not None:
-            series.first_tokens.observe(ttft_s)
+        series.ends[exchange.outcome].inc()
+        if exchange.outcome == "ok" and exchange.ended_s is not None:
+            series.durations.observe(exchange.ended_s - exchange.came_s)
+        if (first_s := exchange.first_s) is not None:
+            series.first_tokens.observe(first_s - exchange.came_s)
 
     def batches(self, totals: Mapping[str, ClientTotals]) -> None:
         """How many items of batches each client has in each of `BATCH_STATES`."""

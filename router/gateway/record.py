@@ -53,7 +53,7 @@ class Try:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request of a client."""
+    """One request of a client: filled as things happen, and read at its end by the log, metrics, counts and spans."""
 
     name: str
     kind: str
@@ -61,7 +61,11 @@ class Exchange:
     came_at_s: float
     """By the machine's clock."""
     client: str = "-"
+    is_tenant: bool = False
     model: str = ""
+    """As its client names it."""
+    served_model: str | None = None
+    """Which of the served ones that is; None: that is not known."""
     tries: list[Try] = field(default_factory=list)
     status: int | None = None
     error: str = ""
@@ -72,7 +76,10 @@ class Exchange:
     cached_tokens: int | None = None
     output_tokens: int = 0
     ended_s: float | None = None
+    answered_s: float | None = None
+    """When its client got the first piece of an answer that is no error."""
     is_entered: bool = False
+    """Its client may ask."""
     trace: str = ""
     """Its trace, where there are spans of it."""
     promise: Promise | None = None
@@ -80,10 +87,19 @@ class Exchange:
     attained: str = ""
     """Of that, once it has ended (`common.deadlines`)."""
 
+    @property
+    def first_s(self) -> float | None:
+        """When the first piece of a streamed answer came."""
+        return next((one.first_s for one in self.tries if one.first_s is not None), None)
+
+    def failed(self, status: int, error: str) -> None:
+        """It is refused, or ends in an error."""
+        self.status, self.error = status, error
+
     def shown(self, now_s: float) -> dict[str, Any]:
         """JSON-ready."""
         until_s = now_s if self.ended_s is None else self.ended_s
-        first_s = next((one.first_s for one in self.tries if one.first_s is not None), None)
+        first_s = self.first_s
         return {
             "request": self.name,
             "kind": self.kind,
@@ -122,7 +138,7 @@ class Exchange:
     def row(self, now_s: float) -> dict[str, Any]:
         """The same for a list of many. Seconds are until the first piece of the answer."""
         last = self.tries[-1] if self.tries else None
-        first_s = next((one.first_s for one in self.tries if one.first_s is not None), None)
+        first_s = self.first_s
         until_s = next(time_s for time_s in (first_s, self.ended_s, now_s) if time_s is not None)
         return {
             "id": self.name,
@@ -227,9 +243,7 @@ class RequestRecord:
             self._enter(place.id, exchange)
 
     def ended(self, exchange: Exchange, outcome: str) -> None:
-        """It is over. Only the first call counts."""
-        if exchange.ended_s is not None:
-            return
+        """It is over."""
         exchange.ended_s, exchange.outcome = time.monotonic(), outcome
         if exchange.is_entered:
             self._ended.append(exchange)

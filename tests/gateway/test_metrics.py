@@ -88,12 +88,13 @@ def test_processes_add_up_and_a_dead_one_has_no_gauges(tmp_path: Path) -> None:
 import asyncio, os, sys
 from router.gateway.counters import Counters
 from router.gateway.metrics import GatewayMetrics
+from router.gateway.record import Exchange
 counters = Counters()
 gauges = {"gateway_requests_in_flight": 7, "gateway_router_up": float(sys.argv[1]),
           "gateway_certificate_end_timestamp_seconds": float("inf")}
 metrics = GatewayMetrics(5, counters, lambda: gauges, shared=True)
 for at in range(3):
-    metrics.ended("a", "ok", is_tenant=False, tokens=10, duration_s=0.5, ttft_s=None)
+    metrics.ended(Exchange("x", "chat", 0.0, 0.0, "a", input_tokens=10, outcome="ok", ended_s=0.5, is_entered=True))
 counters.retried += 2
 counters.refusals[429] += 1
 async def main():

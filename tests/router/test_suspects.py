@@ -25,7 +25,8 @@ from router.events import (
     WorkerHealth,
     WorkerUp,
 )
-from router.gateway.replicas.retries import GiveUp, Lost, Retries, Sent
+from router.gateway.errors import ApiError
+from router.gateway.replicas.retries import Failed, Retries
 from router.placement.round_robin import RoundRobin
 from router.suspects import (
     CLEAR_S,
@@ -167,12 +168,13 @@ class Site:
             self.tell(WorkerDown(worker))
         for name, one in lost:
             one.worker = ""
-            sent = Sent.CONTINUABLE if one.has_begun else Sent.NOTHING
             suspicion = Suspicion(one.client, one.mark, len(one.retries.ended) + 1)
-            step = one.retries.after(Lost(worker, "broke", is_suspect=True), sent)
             self.tell(Done(f"{name}/{one.attempts}", outcome="failed", lost=suspicion))
-            if isinstance(step, GiveUp):
-                one.error = step.error.code or ""
+            failed = Failed("lost", "broke", worker, is_suspect=True)
+            try:
+                one.retries.after(failed, has_begun=one.has_begun, can_go_on=True)
+            except ApiError as error:
+                one.error = error.code or ""
         for name, one in lost:
             if not one.is_over:
                 self.ask(name)

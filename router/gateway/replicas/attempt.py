@@ -20,15 +20,7 @@ from router.gateway.clients import header_safe
 from router.gateway.errors import describe
 from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
 from router.gateway.replicas.pool import Replicas
-from router.gateway.replicas.retries import (
-    AttemptOutcome,
-    CutOff,
-    Lost,
-    Misdirected,
-    Mismatch,
-    NoDescriptorsLeft,
-    Served,
-)
+from router.gateway.replicas.retries import Failed
 from router.gateway.request.call import Call
 from router.gateway.request.kinds import PATHS
 from router.gateway.routing.placer import Placer
@@ -128,24 +120,26 @@ class Attempt:
         if self._asking is not None:
             self._asking.give_up(_Cut())
 
-    async def run(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> AttemptOutcome:
-        """Has the replica serve the request and passes its answer on. Raises `ClientGone` if the client leaves."""
+    async def run(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> Failed | None:
+        """Has the replica serve the request and passes its answer on; None: the client has it whole. Raises
+        `ClientGone` if the client leaves."""
+        worker = self._place.worker
         try:
             await self._carry(headers, reply, resumable)
-            return Served()
+            return None
         except NoDescriptors as error:
             self._may_be_working = False
-            return NoDescriptorsLeft(str(error))
+            return Failed("no descriptors", str(error))
         except _Cut:
-            return CutOff(self._place.worker)
+            return Failed("cut", worker=worker)
         except _NotItsModel as error:
-            return Misdirected(self._place.worker, str(error))
+            return Failed("misdirected", str(error), worker)
         except OSError as error:
-            return CutOff(self._place.worker) if self._is_cut else self._lost(error)
+            return Failed("cut", worker=worker) if self._is_cut else self._lost(error)
         except _NotServed as error:
-            return Lost(self._place.worker, str(error))
+            return Failed("lost", str(error), worker)
         except Diverged as error:
-            return Mismatch(f"worker {self._place.worker}: {error}")
+            return Failed("mismatch", f"worker {worker}: {error}")
         except (ClientGone, asyncio.CancelledError):
             self._settle("aborted", self._stream.usage)
             raise
@@ -243,14 +237,14 @@ class Attempt:
         if not reply.ended:
             await reply.end()
 
-    def _lost(self, error: OSError) -> Lost:
+    def _lost(self, error: OSError) -> Failed:
         if isinstance(error, NotConnected):
             self._may_be_working = False
             self._replicas.health.refused(self._place.worker)
         was_sent = self._asking is not None and self._asking.was_sent
         self._has_ended_it = was_sent and not self._replicas.health.is_leaving(self._place.worker)
         fell_silent = isinstance(error, TimeoutError) and was_sent and self._first_s is None
-        return Lost(self._place.worker, describe(error), self._has_ended_it, fell_silent)
+        return Failed("lost", describe(error), self._place.worker, self._has_ended_it, fell_silent)
 
     def _usage(self, resumable: Resumable | None) -> Usage:
         """Of an attempt that was cut off: counted by token ids where they are known, else as the stream says."""
