@@ -81,18 +81,6 @@ async def test_a_new_file_holds_for_the_next_request_and_counts_as_newer(tenants
     assert await told() == after
 
 
-@pytest.mark.cluster(replicas=2)
-async def test_the_rest_of_a_stream_is_in_the_same_group(tenants: Path, c: Cluster) -> None:
-    c.replicas[0].mode = c.replicas[1].mode = "die midway"
-    asked = COMPLETION | {"stream": True, "temperature": 0, "cache_salt": "mine"}
-    await c.post("/v1/completions", asked, headers={"authorization": f"Bearer {GOLD}"})
-    sent = [one for replica in c.replicas for one in replica.requests]
-    assert len(sent) > 1
-    for _, seen, request in sent:
-        assert request["cache_salt"] == salted("team", "mine")
-        assert seen[HEADER_WEIGHT].startswith("3.0@")
-
-
 # ---- bodies
 
 

@@ -168,9 +168,12 @@ def test_a_body_is_a_call_or_refused(kind: Any, raw: bytes) -> None:
 
 
 def _call(kind: Any) -> Call:
-    body = {"prompt": "x", "text": "x", "messages": [{"role": "user"}], "stream": True, "temperature": 0}
-    more = {"max_tokens": 5, "sampling_params": {"temperature": 0, "max_new_tokens": 5}}
-    return parsed(kind, json.dumps(body | more).encode())
+    asked: dict[str, dict[str, Any]] = {
+        "chat": {"messages": [{"role": "user"}]},
+        "completions": {"prompt": "x", "max_tokens": 5},
+        "generate": {"text": "x", "sampling_params": {"max_new_tokens": 5}},
+    }
+    return parsed(kind, json.dumps(asked[kind] | {"stream": True}).encode())
 
 
 chunk = st.fixed_dictionaries(

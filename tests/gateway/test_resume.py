@@ -313,6 +313,7 @@ def test_what_a_sampler_counts_is_carried_on(tokenizer: Path) -> None:
         "min_tokens": 9,
         "stop_token_ids": [3],
         "seed": 4,
+        "cache_salt": "mine",
     }
     client = Client(tokenizer, "completions", sampled("completions", "x", 20, **more))
     ids = [7, 8, 7, 9]
@@ -324,6 +325,7 @@ def test_what_a_sampler_counts_is_carried_on(tokenizer: Path) -> None:
     assert (body["prompt"], body["max_tokens"], body["min_tokens"]) == ([88, *ids], 16, 5)
     assert body["logit_bias"] == {"7": 1.0, "8": -0.5, "9": -0.5}
     assert (body["frequency_penalty"], body["seed"], body["stop_token_ids"]) == (0.5, 4, [3])
+    assert body["cache_salt"] == client.call.body["cache_salt"], "it stays in its group"
 
 
 @pytest.mark.parametrize("kind", KINDS)
