@@ -20,10 +20,10 @@ from router.gateway.request.schema import (
     CountTokensRequest,
     DetokenizeRequest,
     DocumentedGenerateRequest,
-    DocumentedTokenizeRequest,
     EmbeddingsRequest,
     MessagesRequest,
     ResponsesRequest,
+    TokenizeRequest,
 )
 
 REQUESTS: Mapping[Kind, tuple[Any, str]] = {
@@ -34,7 +34,7 @@ REQUESTS: Mapping[Kind, tuple[Any, str]] = {
     "messages": (MessagesRequest, "Answer in Anthropic's Messages API."),
     "embeddings": (EmbeddingsRequest, "Embed texts, where the model can."),
     "count_tokens": (CountTokensRequest, "Count the tokens of a request to /v1/messages."),
-    "tokenize": (DocumentedTokenizeRequest, "The token ids of texts, or of a chat."),
+    "tokenize": (TokenizeRequest, "The token ids of texts, or of a chat."),
     "detokenize": (DetokenizeRequest, "The texts of token ids."),
 }
 

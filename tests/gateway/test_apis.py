@@ -79,12 +79,6 @@ def refused(kind: Kind, **more: object) -> ApiError:
         ("embeddings", "input", ["a", 3], "mixes texts with something else"),
         ("embeddings", "input", [[]], "non-empty list of token ids"),
         ("count_tokens", "messages", [], "must be a non-empty list of objects"),
-        ("tokenize", "messages", [], "one of `prompt` and `messages`"),
-        ("tokenize", "prompt", None, "one of `prompt` and `messages`"),
-        ("tokenize", "prompt", ["a"] * 1025, "at most 1024"),
-        ("detokenize", "tokens", ["a"], "no token id"),
-        ("detokenize", "tokens", [[1], 2], "no token id"),
-        ("detokenize", "tokens", "a", "must be a list of token ids"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(

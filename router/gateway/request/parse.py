@@ -29,7 +29,7 @@ from router.gateway.request.schema import (
     SamplingParams,
     TokenizeRequest,
 )
-from sglang_fair.common.fields import MAX_BATCH, WIDEST, Facts, Wrong, judge
+from sglang_fair.common.fields import WIDEST, Facts, Wrong, judge
 
 LARGE_BODY_BYTES = 1 << 16
 """Parsing more than this takes milliseconds."""
@@ -172,25 +172,11 @@ def _count_tokens(body: dict[str, Any], names: Names, _: str | None) -> Call:
 
 
 def _tokenize(body: dict[str, Any], names: Names, _: str | None) -> Call:
-    request = check(body, TokenizeRequest)
-    if (request.prompt is None) == (request.messages is None):
-        raise ApiError(400, "one of `prompt` and `messages` must be given", code="invalid_prompt")
-    _check_number(request.messages or (), "messages")
-    if isinstance(request.prompt, list) and len(request.prompt) > MAX_BATCH:
-        text = f"`prompt` holds {len(request.prompt)} prompts; at most {MAX_BATCH}"
-        raise ApiError(400, text, code="batch_too_large", param="prompt")
-    return _for_the_tokenizer("tokenize", body, request, names)
+    return _for_the_tokenizer("tokenize", body, check(body, TokenizeRequest), names)
 
 
 def _detokenize(body: dict[str, Any], names: Names, _: str | None) -> Call:
-    request = check(body, DetokenizeRequest)
-    is_batch = bool(request.tokens) and isinstance(request.tokens[0], list)
-    for one in request.tokens if is_batch else [request.tokens]:
-        if not isinstance(one, list) or not all(type(token) is int for token in one):
-            raise ApiError(
-                400, "`tokens` holds something that is no token id", code="invalid_prompt", param="tokens"
-            )
-    return _for_the_tokenizer("detokenize", body, request, names)
+    return _for_the_tokenizer("detokenize", body, check(body, DetokenizeRequest), names)
 
 
 def _for_the_tokenizer(kind: Kind, body: dict[str, Any], request: Common, names: Names) -> Call:

@@ -193,22 +193,16 @@ class EmbeddingsRequest(Common, kw_only=True):
 
 
 class TokenizeRequest(Common):
-    """`POST /tokenize`. One of `prompt` and `messages` is required."""
+    """`POST /tokenize`. A replica's tokenizer answers it, and says what is wrong with it."""
 
-    prompt: Annotated[str | list[str] | None, Meta(extra={"must": "be a text or a list of texts"})] = None
-    messages: Annotated[list[dict[str, Any]] | None, Meta(extra={"must": "be a list of objects"})] = None
+    prompt: Annotated[Any, Meta(description="A text or a list of texts.")] = None
+    messages: Annotated[Any, Meta(description="A chat, in place of `prompt`.")] = None
 
 
-class DetokenizeRequest(Common, kw_only=True):
-    """`POST /detokenize`."""
+class DetokenizeRequest(Common):
+    """`POST /detokenize`. The same."""
 
-    tokens: Annotated[
-        list[Any],
-        Meta(
-            extra_json_schema=_any_of(list[TokenId], list[list[TokenId]]),
-            extra={"must": "be a list of token ids or of lists of them"},
-        ),
-    ]
+    tokens: Annotated[Any, Meta(description="Token ids, or lists of them.")] = None
 
 
 DocumentedGenerateRequest = Annotated[
@@ -226,19 +220,3 @@ DocumentedGenerateRequest = Annotated[
     ),
 ]
 """With the rule on `text` and `input_ids`, which a type cannot say."""
-
-DocumentedTokenizeRequest = Annotated[
-    TokenizeRequest,
-    Meta(
-        extra_json_schema={
-            "oneOf": [
-                {
-                    "required": [name],
-                    "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}},
-                }
-                for name, other in (("prompt", "messages"), ("messages", "prompt"))
-            ]
-        }
-    ),
-]
-"""With the rule that there is one of both."""
