@@ -88,7 +88,7 @@ class Pages(Starlette):
 
 def refused(gateway: Gateway, path: str, error: ApiError) -> Response:
     """The answer to a request that is refused, in the shape of the API that was asked."""
-    gateway.counters.refusals[error.status] += 1
+    gateway.metrics.count("refusals_total", str(error.status))
     body = error.body("anthropic" if path.startswith(PATHS["messages"]) else "openai")
     return Response(body, error.status, error.headers, "application/json")
 

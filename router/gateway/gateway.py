@@ -15,7 +15,6 @@ from router.gateway.access.directory import Directory
 from router.gateway.access.identity import Headers, Identity, Peer
 from router.gateway.access.quota import Quotas
 from router.gateway.address import Shown
-from router.gateway.counters import Counters
 from router.gateway.explain import Explainer
 from router.gateway.listener import ConnectionBounds
 from router.gateway.logs import request_ended
@@ -59,19 +58,20 @@ class Gateway:
         self.processes = settings.workers
         self.is_ending = False
         """It has been told to stop, and load balancers are to notice."""
-        self.counters = Counters()
+        self.metrics = GatewayMetrics(settings.metrics_clients, self._gauges, shared=self.processes > 1)
+        count = self.metrics.count
         self.directory = None if settings.tenants is None else Directory(Path(settings.tenants))
         self.quotas = Quotas(settings.limit_store)
         self.identity = Identity(
             places(settings),
-            self.counters,
+            count,
             self.directory,
             networks(settings),
             feeder_key.key() if settings.batches is not None else "",
         )
         self.capacity = Capacity(settings.max_in_flight, settings.max_held_bytes, settings.max_body_bytes)
         self.connection_bounds, self.operators_bounds = (
-            ConnectionBounds(SharedLimit(settings.max_connections), settings.head_timeout_s, self.counters)
+            ConnectionBounds(SharedLimit(settings.max_connections), settings.head_timeout_s, count)
             for _ in range(2)
         )
         self.apps, self.classes = apps(settings), classes(settings)
@@ -88,7 +88,7 @@ class Gateway:
         for link in links:
             link.cut = self._cut
         self.link = Links(links, self.fleet)
-        self.placer = Placer(self.link, self.fleet, self.counters)
+        self.placer = Placer(self.link, self.fleet, count)
         self.replicas = Replicas(
             settings,
             lambda: self.fleet.workers,
@@ -105,14 +105,11 @@ class Gateway:
         self.vocabularies = {name: one.vocabulary for name, one in tokens.items() if one.vocabulary}
         """How many tokens models have of which that is known."""
         self.names = self.intake.names
-        self.metrics = GatewayMetrics(
-            settings.metrics_clients, self.counters, self._gauges, shared=self.processes > 1
-        )
         self.record = RequestRecord(log=request_ended if settings.log_format == "json" else None)
         self.explainer = Explainer(self.record, self.link, self.fleet, self.replicas)
         self.tracing = self._traced() if settings.otlp_traces_endpoint is not None else None
         """None: no spans are made."""
-        self.usage = Usage(Books(self.fleet, self.replicas), self.quotas, self.counters)
+        self.usage = Usage(Books(self.fleet, self.replicas), self.quotas, self.metrics)
         self.cuts: dict[str, Callable[[], None]] = {}
         """By id of an attempt at a stream: cuts it off, if nothing is lost by that."""
         self.batches: Mapping[str, object] = {}
@@ -185,8 +182,7 @@ class Gateway:
             "routers": self.link.state(),
             "workers": len(self.fleet.workers),
             "sick": self.replicas.health.sick(),
-            **self.counters.state(),
-            **(self.metrics.status() if self.processes > 1 else {}),
+            **self.metrics.status(),
             "processes": self.processes,
             **(
                 {}

@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.gateway.answer.leaving import LEAVING, Callback
 from router.gateway.clients import address_share
-from router.gateway.counters import Counters
 from router.gateway.errors import overloaded
+from router.gateway.metrics import Count
 from router.shared_limit import SharedLimit
 
 STATE = "connections"
@@ -29,7 +29,7 @@ class ConnectionBounds:
     open: SharedLimit
     """Open connections, by address."""
     head_timeout_s: float
-    counters: Counters
+    count: Count
 
 
 def refusal(share: str) -> bytes:
@@ -90,7 +90,7 @@ class Listener(HttpToolsProtocol):
         peer = transport.get_extra_info("peername")
         share = address_share(peer if isinstance(peer, tuple) else None)
         if not self._bounds.open.take(share):
-            self._bounds.counters.refusals[429] += 1
+            self._bounds.count("refusals_total", "429")
             wire = cast(asyncio.Transport, transport)
             wire.write(refusal(share))
             wire.close()

@@ -1,8 +1,8 @@
-"""What a gateway tells Prometheus. With several processes each scrape has the sum of all, whichever of them answers.
+"""What a gateway counts, for Prometheus and `/status`. With several processes each page has the sum of all.
 
-Requests are counted here as they end, by client (`Counted`). What `Counters` counts, and what can be read at any time,
-is copied when a page is asked for; with several processes also every `COPY_S`, because a page is made from what each
-of them has last written into files that they share (prometheus-client's multiprocess mode).
+Requests are counted as they end, by client (`Counted`). What can be read at any time is read when a page is asked for;
+with several processes also every `COPY_S`, because a page is made from what each of them has last written into files
+that they share (prometheus-client's multiprocess mode).
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 
 from router.batches.model import ClientTotals
-from router.gateway.counters import Counters, by_class, by_model
 from router.gateway.record import Exchange
+from sglang_fair.common.deadlines import ATTAINED
 from sglang_fair.metrics import table
 from sglang_fair.metrics.labels import OTHER, Counted
 from sglang_fair.metrics.waits import SECONDS
@@ -52,13 +52,13 @@ _SAME = ("batch_items",)
 
 BATCH_STATES = ("left", "running", "completed", "failed")
 
+_LABELS = {metric.name: metric.labels for metric in table.METRICS}
 
-PAIRS = {
-    metric.name: metric.labels
-    for metric in table.METRICS
-    if metric.name in ("model_requests_total", "slo_requests_total")
-}
-"""Of these `/status` shows both labels."""
+Counts = dict[tuple[str, ...], float]
+"""By labels."""
+
+Count = Callable[..., None]
+"""Counts one more in a metric of the table: its name, and its labels in their order (`GatewayMetrics.count`)."""
 
 
 class _Series(NamedTuple):
@@ -75,7 +75,6 @@ class GatewayMetrics:
     def __init__(
         self,
         most_clients: int,
-        counters: Counters,
         gauges: Callable[[], Mapping[str, float]],
         *,
         shared: bool,
@@ -84,13 +83,13 @@ class GatewayMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._counted = Counted(most_clients)
-        self._counters = counters
         self._read_gauges = gauges
         self._shared = shared
         self._series: dict[str, _Series] = {}
         self._batch_labels: set[tuple[str, str]] = set()
-        self._copied: dict[tuple[str, ...], float] = {}
-        """What `Counters` had at the last copy, by metric and label."""
+        self.classes_of_tenants: dict[str, Counts] = {}
+        """Of each tenant, what has been attained in this process, by class and `ATTAINED`."""
+        self._series_of: dict[tuple[str, ...], Counter] = {}
         self._counts = {one.name: Counter(one.full_name, one.help, one.labels, registry=self._registry)
                         for one in _of("counter")}  # fmt: skip
         self._gauges = {
@@ -105,6 +104,14 @@ class GatewayMetrics:
         for metric in _of("counter"):
             if not metric.labels:
                 self._counts[metric.name].inc(0)
+
+    def count(self, name: str, *labels: str) -> None:
+        """One more."""
+        series = self._series_of.get((name, *labels))
+        if series is None:
+            metric = self._counts[name]
+            series = self._series_of[name, *labels] = metric.labels(*labels) if labels else metric
+        series.inc()
 
     def ended(self, exchange: Exchange) -> None:
         """A request is over."""
@@ -124,6 +131,14 @@ class GatewayMetrics:
             series.durations.observe(exchange.ended_s - exchange.came_s)
         if (first_s := exchange.first_s) is not None:
             series.first_tokens.observe(first_s - exchange.came_s)
+        if exchange.served_model is not None:
+            self.count("model_requests_total", exchange.served_model, exchange.outcome)
+        if exchange.promise is not None:
+            attained = exchange.promise.slo_class, exchange.attained
+            self.count("slo_requests_total", *attained)
+            if exchange.is_tenant:
+                of = self.classes_of_tenants.setdefault(exchange.client, {})
+                of[attained] = of.get(attained, 0) + 1
 
     def batches(self, totals: Mapping[str, ClientTotals]) -> None:
         """How many items of batches each client has in each of `BATCH_STATES`."""
@@ -148,41 +163,39 @@ class GatewayMetrics:
         return await asyncio.to_thread(self._page)
 
     def status(self) -> dict[str, object]:
-        """What `/status` shows of this process, or of all where there are several: those of `Counters`, with the same
-        names, and what is open now. A request counts there when it ends."""
+        """What `/status` shows, of all processes: what was counted, and what is open now."""
         self._copy()
-        found: dict[str, dict[str, float]] = {}
-        pairs: dict[str, dict[tuple[str, str], float]] = {}
+        found: dict[str, Counts] = {}
         for family in self._everybody().collect():
             for sample in family.samples:
                 if not isfinite(sample.value):  # a time that never comes
                     continue
-                of = found.setdefault(sample.name.removeprefix(table.PREFIX), {})
-                key = sample.labels.get("outcome") or next(iter(sample.labels.values()), "")
-                of[key] = of.get(key, 0) + int(sample.value)
-                if (labels := PAIRS.get(sample.name.removeprefix(table.PREFIX))) is not None:
-                    pair = sample.labels[labels[0]], sample.labels[labels[1]]
-                    of_pair = pairs.setdefault(sample.name.removeprefix(table.PREFIX), {})
-                    of_pair[pair] = of_pair.get(pair, 0) + int(sample.value)
+                name = sample.name.removeprefix(table.PREFIX)
+                labels = tuple(sample.labels[label] for label in _LABELS.get(name, ()))
+                of = found.setdefault(name, {})
+                of[labels] = of.get(labels, 0) + int(sample.value)
 
-        def one(name: str, key: str = "") -> float:
-            return found.get(name, {}).get(key, 0)
+        def total(name: str) -> float:
+            return sum(found.get(name, {}).values())
 
-        ends, in_flight = found.get("requests_total", {}), one("gateway_requests_in_flight")
+        def by_label(name: str) -> dict[str, float]:
+            return {key: count for (key, *_), count in sorted(found.get(name, {}).items())}
+
+        ends, in_flight = by_outcome(found.get("requests_total", {})), total("gateway_requests_in_flight")
         return {
-            "refusals": dict(sorted(found.get("refusals_total", {}).items())),
-            "ignored headers": dict(sorted(found.get("ignored_headers_total", {}).items())),
+            "refusals": by_label("refusals_total"),
+            "ignored headers": by_label("ignored_headers_total"),
             "requests": sum(ends.values()) + in_flight,
-            "retried": one("retries_total"),
-            "resumed": one("resumes_total"),
-            "cut": one("cuts_total"),
-            "placed in fallback": one("fallback_placements_total"),
+            "retried": total("retries_total"),
+            "resumed": total("resumes_total"),
+            "cut": total("cuts_total"),
+            "placed in fallback": total("fallback_placements_total"),
             **{outcome: ends.get(outcome, 0) for outcome in ("failed", "left", "refused")},
             "in_flight": in_flight,
-            "held_bytes": one("gateway_held_bytes"),
-            "connections": one("gateway_connections"),
-            "models": by_model(pairs.get("model_requests_total", {})),
-            "classes": by_class(pairs.get("slo_requests_total", {})),
+            "held_bytes": total("gateway_held_bytes"),
+            "connections": total("gateway_connections"),
+            "models": by_model(found.get("model_requests_total", {})),
+            "classes": by_class(found.get("slo_requests_total", {})),
         }
 
     def _page(self) -> bytes:
@@ -198,23 +211,33 @@ class GatewayMetrics:
         return everybody
 
     def _copy(self) -> None:
-        counters = self._counters
-        plain: dict[tuple[str, ...], int] = {
-            ("retries_total",): counters.retried,
-            ("resumes_total",): counters.resumed,
-            ("cuts_total",): counters.cut,
-            ("fallback_placements_total",): counters.placed_in_fallback,
-            **{("refusals_total", str(status)): count for status, count in counters.refusals.items()},
-            **{("ignored_headers_total", name): count for name, count in counters.ignored_headers.items()},
-            **{("model_requests_total", *labels): count for labels, count in counters.models.items()},
-            **{("slo_requests_total", *labels): count for labels, count in counters.classes.items()},
-        }
-        for (name, *labels), count in plain.items():
-            metric = self._counts[name].labels(*labels) if labels else self._counts[name]
-            metric.inc(count - self._copied.get((name, *labels), 0.0))
-        self._copied.update(plain)
         for name, value in self._read_gauges().items():
             self._gauges[name].set(value)
+
+
+def by_outcome(counts: Counts) -> dict[str, float]:
+    """Outcome -> requests, of all clients."""
+    found: dict[str, float] = {}
+    for (_, outcome), count in counts.items():
+        found[outcome] = found.get(outcome, 0) + count
+    return found
+
+
+def by_model(counts: Counts) -> dict[str, dict[str, float]]:
+    """Model -> outcome -> requests that have ended."""
+    found: dict[str, dict[str, float]] = {}
+    for (model, outcome), count in sorted(counts.items()):
+        found.setdefault(model, {})[outcome] = count
+    return found
+
+
+def by_class(counts: Counts) -> dict[str, dict[str, float]]:
+    """Class -> requests that have ended, and of these those that met and missed their time; the others did neither."""
+    found: dict[str, dict[str, float]] = {}
+    for slo_class in sorted({slo_class for slo_class, _ in counts}):
+        of = {attained: counts.get((slo_class, attained), 0) for attained in ATTAINED}
+        found[slo_class] = {"requests": sum(of.values()), "met": of["met"], "missed": of["missed"]}
+    return found
 
 
 def _mode(name: str) -> Literal["livemin", "livemax", "livesum"]:

@@ -133,7 +133,6 @@ class _Exchange:
         """Of the event that follows what the client has, in a stream that numbers them."""
 
     async def run(self) -> None:
-        self._gateway.counters.requests += 1
         outcome: Outcome = "failed"
         try:
             self._known = self._gateway.identity.of(self._headers, self._scope.get("client"))
@@ -164,7 +163,6 @@ class _Exchange:
             now_s = time.monotonic()
             row.attained = attained(row.promise, row.came_s, row.answered_s, now_s, outcome)
         gateway.record.ended(row, outcome)
-        gateway.counters.ended(row)
         gateway.metrics.ended(row)
         if self._trace is not None:
             self._trace.end()
@@ -314,7 +312,7 @@ class _Exchange:
                     failed = Failed("mismatch", str(error))
                     continue
             else:
-                gateway.counters.retried += 1
+                gateway.metrics.count("retries_total")
             failed = await self._tried(leg, headers, reply, resumable)
         return "ok" if reply.status < 400 else "refused" if reply.status < 500 else "failed"
 
@@ -470,7 +468,7 @@ class _Exchange:
         following = resumable.next_leg(unpack_tokens(tokens), self._gateway.intake.decoder(call))
         if following.tokens is not None:
             tokens = pack_tokens(following.tokens[:MAX_ROUTED_TOKENS])
-        self._gateway.counters.resumed += 1
+        self._gateway.metrics.count("resumes_total")
         self._row.resumed += 1
         now_s = time.monotonic()
         if self._promise is not None:
@@ -483,7 +481,7 @@ class _Exchange:
             decode = self._gateway.intake.decoder(leg.call)
             if resumable is None or not resumable.can_go_on(unpack_tokens(leg.tokens), decode):
                 return
-        self._gateway.counters.cut += 1
+        self._gateway.metrics.count("cuts_total")
         attempt.cut()
 
     def _patient_until_s(self) -> float | None:
@@ -522,7 +520,7 @@ class _Exchange:
             next((one.worker for one in reversed(row.tries) if one.worker), "-"),
             error.message,
         )
-        self._gateway.counters.refusals[error.status] += 1
+        self._gateway.metrics.count("refusals_total", str(error.status))
         headers = [(b"content-type", b"application/json"), (b"x-fair-client", row.client.encode("latin-1"))]
         more = {**self._own_headers, **error.headers}
         headers += [(name.encode(), value.encode()) for name, value in more.items()]

@@ -14,7 +14,7 @@ import msgspec
 
 from router.gateway.access.directory import Known
 from router.gateway.access.quota import Quotas
-from router.gateway.counters import Counters, by_class
+from router.gateway.metrics import GatewayMetrics, by_class
 from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.fleet import Fleet
 
@@ -115,10 +115,10 @@ class Books:
 class Usage:
     """Answers for one client at a time."""
 
-    def __init__(self, books: Books, quotas: Quotas, counters: Counters) -> None:
+    def __init__(self, books: Books, quotas: Quotas, metrics: GatewayMetrics) -> None:
         self._books = books
         self._quotas = quotas
-        self._counters = counters
+        self._metrics = metrics
 
     async def of(self, known: Known) -> UsageReport:
         """What `known` has had, may have, and has left."""
@@ -149,7 +149,7 @@ class Usage:
             len(books),
             {
                 name: ClassUsed(int(row["requests"]), int(row["met"]), int(row["missed"]))
-                for name, row in by_class(self._counters.of_tenants.get(client, {})).items()
+                for name, row in by_class(self._metrics.classes_of_tenants.get(client, {})).items()
             },
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -19,7 +20,6 @@ from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEAD
 from router.gateway.app import App, create_app
 from router.gateway.batches import upload as uploads
 from router.gateway.batches.files import Files
-from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.tenants import edit, keys
@@ -348,7 +348,7 @@ def test_without_the_option_there_are_no_batches(tmp_path: Path, tokenizer: Path
 
 @pytest.mark.parametrize("order", [DEFAULT_ORDER, ("user",)])
 def test_only_the_feeder_asks_on_behalf_of_others(order: tuple[str, ...]) -> None:
-    identity = Identity(order, Counters(), feeder_key="secret")
+    identity = Identity(order, Mock(), feeder_key="secret")
     told = {HEADER_FEEDER: "secret", HEADER_ON_BEHALF: GOLD, "x-fair-client": SILVER}
     assert identity.of(told, None).caller.client == GOLD
     assert identity.of(told, None, user="somebody").caller.client == GOLD
@@ -364,7 +364,7 @@ def test_only_the_feeder_asks_on_behalf_of_others(order: tuple[str, ...]) -> Non
 
 
 def test_without_a_key_nobody_is_the_feeder() -> None:
-    identity = Identity(DEFAULT_ORDER, Counters())
+    identity = Identity(DEFAULT_ORDER, Mock())
     for given in ("", "x"):
         told = {HEADER_FEEDER: given, HEADER_ON_BEHALF: GOLD, "x-fair-client": SILVER}
         assert identity.of(told, None).caller.client == SILVER

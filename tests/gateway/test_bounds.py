@@ -38,7 +38,7 @@ async def test_bodies_that_are_not_read_yet_count_for_their_address(c: Cluster) 
     slow = [await connect(c, "127.0.0.2") for _ in range(8)]
     for _, writer in slow:
         writer.write(head(100) + b"{")
-    await eventually(lambda: c.gateway.counters.refusals[429] == 4, "it has its share")
+    await eventually(lambda: c.gateway.metrics.status()["refusals"].get("429") == 4, "it has its share")
     assert c.gateway.capacity.requests.most(9) == {"(127.0.0.2)": 4}
     for _ in range(3):
         status, headers, _ = await c.post("/v1/completions", COMPLETION | {"user": "modest"})
@@ -140,7 +140,7 @@ async def test_without_a_file_to_open_the_gateway_is_at_fault(c: Cluster) -> Non
         assert (status, headers["retry-after"]) == (503, "1")
         assert json.loads(answer)["error"]["code"] == "overloaded"
     assert c.gateway.replicas.health.is_well("r0")
-    assert not c.gateway.counters.retried
+    assert c.gateway.metrics.status()["retried"] == 0
     c.gateway.replicas.connections.connect = connecting  # type: ignore[method-assign]
     assert (await c.post("/v1/completions", COMPLETION))[0] == 200
     await c.ended(failed=3, ok=1)

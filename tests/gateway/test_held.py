@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -35,7 +36,6 @@ from router.events import (
     decode_event,
     encode,
 )
-from router.gateway.counters import Counters
 from router.gateway.routing import link as link_module
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
@@ -141,7 +141,7 @@ async def gateway(core: Router) -> AsyncIterator[tuple[Wire, Placer, Link]]:
     await asyncio.sleep(0.1)
     assert made.alive
     assert fleet.workers
-    yield wire, Placer(Links([made], fleet), fleet, Counters()), made
+    yield wire, Placer(Links([made], fleet), fleet, Mock()), made
     made.close()
 
 

@@ -71,7 +71,7 @@ async def test_it_adds_no_worker_sets_no_limits_and_reads_nothing(c: Cluster) ->
         assert await asyncio.to_thread(tried) == ([[], [], []], 403)
         assert list((await c.state())["workers"]) == ["r0"]
         assert c.replicas[0].requests == []
-        assert c.gateway.counters.refusals[403] > 10
+        assert c.gateway.metrics.status()["refusals"]["403"] > 10
     finally:
         await runner.cleanup()
         await other.close()

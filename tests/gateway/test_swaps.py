@@ -137,7 +137,7 @@ async def test_a_stream_that_goes_on_is_as_urgent_as_a_new_one(tokenizer: Path, 
         await eventually(lambda: bool(seen.text), "it has begun")
         await asyncio.sleep(PASSED_S)
         await swap(c, seen.worker)
-        await eventually(lambda: c.gateway.counters.cut == 1, "it is cut")
+        await eventually(lambda: c.gateway.metrics.status()["cut"] == 1, "it is cut")
         for one in replicas.values():
             one.server.hold(None)
         await stream

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -12,7 +13,6 @@ import zmq
 
 from router.core import Router
 from router.events import Arrive, Event, Place, WorkerUp
-from router.gateway.counters import Counters
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
 from router.gateway.routing.links import Links
@@ -76,7 +76,7 @@ async def place(address: str, keys: Keys | None) -> Place:
     try:
         await eventually(lambda: link.alive and fleet.workers, "the router answers")
         arrive = Arrive("x", MARK, pack_tokens(TOKENS))
-        found = await Placer(Links([link], fleet), fleet, Counters()).place(arrive)
+        found = await Placer(Links([link], fleet), fleet, Mock()).place(arrive)
         assert isinstance(found, Place)
         return found
     finally:

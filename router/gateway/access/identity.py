@@ -14,8 +14,8 @@ from typing import Any
 from router.gateway.access.directory import Directory, Known
 from router.gateway.access.proxies import Network, is_trusted
 from router.gateway.clients import header_safe
-from router.gateway.counters import Counters
 from router.gateway.errors import ApiError
+from router.gateway.metrics import Count
 from sglang_fair.common.caller import HEADER_WEIGHT, Caller
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER, api_key, identify
 
@@ -39,7 +39,7 @@ class Identity:
     def __init__(
         self,
         order: Sequence[str],
-        counters: Counters,
+        count: Count,
         directory: Directory | None = None,
         trusted: Sequence[Network] | None = None,
         feeder_key: str = "",
@@ -48,7 +48,7 @@ class Identity:
         a `feeder_key` nobody is the feeder."""
         self.directory = directory
         self._feeder_key = feeder_key.encode()
-        self._counters = counters
+        self._count = count
         self._order = order
         self._unheaded = [place for place in order if place in (API_KEY, USER)]
         self._headers = [place for place in order if place not in (API_KEY, USER)]
@@ -71,7 +71,8 @@ class Identity:
             return _client(headers, user, self._order)
         is_believed = is_trusted(self._trusted or (), peer)
         if not is_believed and user is None:
-            self._counters.ignored_headers.update(self._counted.intersection(headers))
+            for name in self._counted.intersection(headers):
+                self._count("ignored_headers_total", name)
         if self.directory is None:
             return _client(headers, user, self._order if is_believed else self._unheaded)
         if is_believed and (named := next((headers[one] for one in self._headers if headers.get(one)), None)):

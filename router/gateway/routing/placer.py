@@ -8,7 +8,7 @@ import msgspec
 
 from router.client import RouterGone
 from router.events import Arrive, Done, Due, Place, Progress, Refuse
-from router.gateway.counters import Counters
+from router.gateway.metrics import Count
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.links import Links
 
@@ -18,10 +18,10 @@ log = logging.getLogger("gateway")
 class Placer:
     """Places requests and reports their ends. Belongs to one event loop."""
 
-    def __init__(self, links: Links, fleet: Fleet, counters: Counters) -> None:
+    def __init__(self, links: Links, fleet: Fleet, count: Count) -> None:
         self._links = links
         self._fleet = fleet
-        self._counters = counters
+        self._count = count
 
     async def place(self, arrive: Arrive) -> Place | Refuse:
         """The worker for a request, or a router's refusal. The answer may carry another request id.
@@ -54,7 +54,7 @@ class Placer:
         place = self._fleet.place(arrive)
         if place is None:
             raise RouterGone("no router answers, and no replica is known that does")
-        self._counters.placed_in_fallback += 1
+        self._count("fallback_placements_total")
         self._fleet.begin(arrive, place, None)
         return place
 
