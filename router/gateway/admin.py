@@ -8,7 +8,8 @@ as it was started before.
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from itertools import count
+from typing import Annotated, Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -21,7 +22,7 @@ from router.client import RouterGone
 from router.events import URL_PATTERN, ZMQ_PATTERN, Capacity, Refuse, WorkerDrain, Workers, WorkerUp
 from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
 from router.gateway.guard import Guard, behind_proxy
-from router.gateway.operations import Operation
+from router.gateway.operations import Handler, Operation
 from router.gateway.pages import json_response
 from router.gateway.replicas.context import names_of
 from router.gateway.replicas.pool import Replicas
@@ -33,6 +34,8 @@ from sglang_fair.core.throttle import HIGH, LOW, MOST_CALLS
 MAX_BODY_BYTES = 4096
 MAX_LIMITS_BYTES = 1 << 20
 ANSWER_TIMEOUT_S = 5.0
+
+Sent = TypeVar("Sent", bound=msgspec.Struct)
 
 NAME_PATTERN = "^[A-Za-z0-9._:-]{1,64}$"
 
@@ -202,101 +205,88 @@ OPERATIONS = (SWAP, LIMITS, SET_LIMITS, WORKERS, ADD, DRAIN, LIFT)
 
 def routes(link: Links, replicas: Replicas, names: Names, guard: Guard) -> list[Route]:
     """The routes, of a gateway that serves the models `names`. They raise `ApiError`."""
-    behind = behind_proxy()
 
-    async def workers(request: Request) -> Response:
-        guard.check(request)
-        known = await _known(link)
+    async def workers(_: Request) -> Response:
+        known = await link.workers()
         return json_response(WorkerList([_state(known, up.worker) for up in known.workers]))
 
     async def add(request: Request) -> Response:
-        guard.check(request)
-        asked = _parse(await read_body(request))
+        asked = await _sent(request, NewWorker, "worker")
+        if asked.replay is not None and asked.kv is None:
+            raise ApiError(400, "`replay` is of no use without `kv`", code="invalid_worker")
         await _check_ready(replicas, asked.url)
-        known = {up.worker: up for up in (await _known(link)).workers}
+        known = {up.worker: up for up in (await link.workers()).workers}
         model = await _model(replicas, asked, names, known.values())
-        name = asked.name or _free_name(known)
+        name = asked.name or next(free for n in count() if (free := f"r{n}") not in known)
         owner = next((up.worker for up in known.values() if up.url == asked.url and up.worker != name), None)
         if owner is not None:
             raise ApiError(409, f"{asked.url} is worker {owner}", code="worker_exists")
         if name in known and known[name].url != asked.url:
             raise ApiError(409, f"worker {name} is at {known[name].url}", code="worker_exists")
+        models = (model,) if model else ()
         link.order(
-            WorkerUp(
-                name,
-                asked.url,
-                asked.kv,
-                asked.replay,
-                asked.capacity,
-                asked.load,
-                (model,) if model else (),
-                model,
-            )
+            WorkerUp(name, asked.url, asked.kv, asked.replay, asked.capacity, asked.load, models, model)
         )
-        return json_response(_state(await _known(link), name), 201)
+        return json_response(_state(await link.workers(), name), 201)
 
     async def drain(request: Request) -> Response:
-        guard.check(request)
         name = request.path_params["name"]
-        if name not in {up.worker for up in (await _known(link)).workers}:
+        if name not in {up.worker for up in (await link.workers()).workers}:
             raise ApiError(404, f"there is no worker {name[:100]!r}", code="worker_not_found")
         link.order(WorkerDrain(name))
-        return json_response(_state(await _known(link), name))
+        return json_response(_state(await link.workers(), name))
 
-    async def limits(request: Request) -> Response:
-        guard.check(request)
-        try:
-            return json_response(_throttle(await link.snapshot()))
-        except RouterGone as error:
-            raise _unavailable(error) from error
+    async def limits(_: Request) -> Response:
+        return json_response(_throttle(await link.snapshot()))
 
     async def set_limits(request: Request) -> Response:
-        guard.check(request)
-        try:
-            asked = msgspec.json.decode(await read_body(request, MAX_LIMITS_BYTES), type=NewLimits)
-            answer = await link.set_limits(msgspec.json.encode(asked))
-        except RouterGone as error:
-            raise _unavailable(error) from error
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"not limits: {error}", code="invalid_limits") from error
+        asked = await _sent(request, NewLimits, "limits", MAX_LIMITS_BYTES)
+        answer = await link.set_limits(msgspec.json.encode(asked))
         if isinstance(answer, Refuse):
             raise ApiError(409 if answer.code == NO_THROTTLE else 400, answer.reason, code=answer.code)
         return json_response(_throttle(answer.state))
 
     async def lift(request: Request) -> Response:
-        guard.check(request)
         client = request.path_params["client"]
-        try:
-            was_in_one = await link.lift(client)
-        except RouterGone as error:
-            raise _unavailable(error) from error
-        if not was_in_one:
+        if not await link.lift(client):
             raise ApiError(404, f"{client[:100]!r} is in no quarantine", code="not_quarantined")
         return json_response(Lifted(client))
 
     async def swap(request: Request) -> Response:
-        guard.check(request)
-        try:
-            asked = msgspec.json.decode(await read_body(request), type=NewSwap)
-            answer = await link.swap(asked.worker, asked.model)
-        except RouterGone as error:
-            raise _unavailable(error) from error
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"not a swap: {error}", code="invalid_swap") from error
+        asked = await _sent(request, NewSwap, "swap")
+        answer = await link.swap(asked.worker, asked.model)
         if isinstance(answer, Refuse):
             raise ApiError(409, answer.reason, code="cannot_swap")
-        found: Any = answer.state.get("swaps", {})
-        return json_response(SwapState(asked.worker, **_known_of(found.get(asked.worker, {}))), 202)
+        swaps: Any = answer.state.get("swaps", {})
+        found: dict[str, Any] = swaps.get(asked.worker, {})
+        known = {key: found[key] for key in SwapState.__struct_fields__ if key != "name" and key in found}
+        return json_response(SwapState(asked.worker, **known), 202)
 
+    def guarded(handle: Handler) -> Handler:
+        async def handler(request: Request) -> Response:
+            guard.check(request)
+            try:
+                return await handle(request)
+            except RouterGone as error:
+                raise ApiError(
+                    503, str(error), code="router_unavailable", retry_after_s=RETRY_AFTER_S
+                ) from error
+
+        return handler
+
+    handlers = (swap, limits, set_limits, workers, add, drain, lift)
     return [
-        SWAP.route(swap, behind),
-        LIMITS.route(limits, behind),
-        SET_LIMITS.route(set_limits, behind),
-        WORKERS.route(workers, behind),
-        ADD.route(add, behind),
-        DRAIN.route(drain, behind),
-        LIFT.route(lift, behind),
+        operation.route(guarded(handle), behind_proxy())
+        for operation, handle in zip(OPERATIONS, handlers, strict=True)
     ]
+
+
+async def _sent(request: Request, kind: type[Sent], what: str, most_bytes: int = MAX_BODY_BYTES) -> Sent:
+    try:
+        return msgspec.json.decode(await read_body(request, most_bytes), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        article = "" if what == "limits" else "a "
+        raise ApiError(400, f"not {article}{what}: {error}", code=f"invalid_{what}") from error
 
 
 async def read_body(request: Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:
@@ -307,16 +297,6 @@ async def read_body(request: Request, most_bytes: int = MAX_BODY_BYTES) -> bytes
         if len(raw) > most_bytes:
             raise ApiError(413, f"the body is larger than {most_bytes} bytes", code="body_too_large")
     return raw
-
-
-def _parse(raw: bytes) -> NewWorker:
-    try:
-        asked = msgspec.json.decode(raw, type=NewWorker)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"not a worker: {error}", code="invalid_worker") from error
-    if asked.replay is not None and asked.kv is None:
-        raise ApiError(400, "`replay` is of no use without `kv`", code="invalid_worker")
-    return asked
 
 
 async def _check_ready(replicas: Replicas, url: str) -> None:
@@ -356,31 +336,9 @@ async def _models_of(replicas: Replicas, url: str) -> list[str]:
         return []
 
 
-async def _known(link: Links) -> Workers:
-    try:
-        return await link.workers()
-    except RouterGone as error:
-        raise _unavailable(error) from error
-
-
-def _known_of(swap: dict[str, Any]) -> dict[str, Any]:
-    return {key: swap[key] for key in ("phase", "model", "target", "swaps", "failed", "error") if key in swap}
-
-
 def _throttle(state: dict[str, Any]) -> ThrottleReport:
     """Of a router's snapshot."""
     return ThrottleReport(state.get("throttle", {}))
-
-
-def _unavailable(error: RouterGone) -> ApiError:
-    return ApiError(503, str(error), code="router_unavailable", retry_after_s=RETRY_AFTER_S)
-
-
-def _free_name(known: dict[str, WorkerUp]) -> str:
-    number = 0
-    while f"r{number}" in known:
-        number += 1
-    return f"r{number}"
 
 
 def _state(workers: Workers, name: str) -> WorkerState:
