@@ -7,7 +7,7 @@ import msgspec
 
 from router.gateway import admin, pages, tenants
 from router.gateway.batches import routes as batches
-from router.gateway.operations import JSON, Operation, parameters
+from router.gateway.operations import JSON, Operation
 from router.gateway.relayed import RELAYED, REQUESTS
 from router.gateway.request.kinds import PATHS
 from sglang_fair.common import fields
@@ -40,49 +40,6 @@ ERRORS: Mapping[int, str] = {
 }
 
 
-class Parameter(msgspec.Struct, omit_defaults=True):
-    """A parameter of an operation."""
-
-    name: str
-    place: str = msgspec.field(name="in")
-    schema: Schema
-    required: bool = False
-    description: str = ""
-
-
-class Response(msgspec.Struct, omit_defaults=True):
-    """What may be answered, with one status."""
-
-    description: str
-    content: dict[str, Schema] = {}
-    headers: dict[str, Schema] = {}
-
-
-class Described(msgspec.Struct, omit_defaults=True, rename="camel"):
-    """An operation, as OpenAPI has it."""
-
-    summary: str
-    responses: dict[str, Response]
-    parameters: list[Parameter] = []
-    request_body: Schema | None = None
-
-
-class Info(msgspec.Struct):
-    """Whose document it is."""
-
-    version: str
-    title: str = "sglang-fair gateway"
-
-
-class Document(msgspec.Struct):
-    """An OpenAPI document."""
-
-    info: Info
-    components: dict[str, Schema]
-    paths: dict[str, dict[str, Described]]
-    openapi: str = "3.1.0"
-
-
 def describe(version: str, paths: Collection[str] | None = None, facts: Facts = WIDEST) -> Schema:
     """The document of a gateway of this version; of `paths` alone, if they are given. `facts` bounds what is sent."""
     types = list({id(kind): kind for one in OPERATIONS for kind in one.types if kind is not None}.values())
@@ -99,35 +56,57 @@ def describe(version: str, paths: Collection[str] | None = None, facts: Facts = 
         if path in fields.CLOSED:
             component["properties"] = {key: {} for key in fields.ROUTES[path]} | component["properties"]
             component["additionalProperties"] = {"type": "null"}
-    described: dict[str, dict[str, Described]] = {}
+    described: dict[str, Schema] = {}
     for one in OPERATIONS:
         if paths is None or one.path in paths:
             described.setdefault(one.path, {})[one.method.lower()] = _described(one, schemas)
-    return dict(msgspec.to_builtins(Document(Info(version), {"schemas": components}, described)))
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "sglang-fair gateway", "version": version},
+        "components": {"schemas": components},
+        "paths": described,
+    }
 
 
-def _described(one: Operation, schemas: Mapping[int, Schema]) -> Described:
+def _described(one: Operation, schemas: Mapping[int, Schema]) -> Schema:
     def media(kind: Any) -> Schema:
         return {} if kind is None else {"schema": schemas[id(kind)]}
 
-    answers = {JSON: media(one.answer)} if one.answer is not None else {}
-    answers |= {content: media(kind) for content, kind in one.content.items()}
-    headers: dict[str, Schema] = {
-        name: {"schema": {"type": "string"}, "required": True} for name in one.answer_headers
-    }
-    responses = {str(one.status): Response(one.described or one.summary, answers, headers)} if answers else {}
-    responses |= {
-        str(status): Response(text, {JSON: media(kind)}) for status, (text, kind) in one.others.items()
-    }
-    responses |= {str(status): Response(ERRORS[status], {JSON: media(one.error)}) for status in one.errors}
+    def answer(text: str, kind: Any) -> Schema:
+        return {"description": text, "content": {JSON: media(kind)}}
+
+    content: Schema = {**({} if one.answer is None else {JSON: one.answer}), **one.content}
+    responses: dict[str, Schema] = {}
+    if content:
+        responses[str(one.status)] = {
+            "description": one.described or one.summary,
+            "content": {name: media(kind) for name, kind in content.items()},
+            "headers": {
+                name: {"schema": {"type": "string"}, "required": True} for name in one.answer_headers
+            },
+        }
+    responses |= {str(status): answer(text, kind) for status, (text, kind) in one.others.items()}
+    responses |= {str(status): answer(ERRORS[status], one.error) for status in one.errors}
     places = {"path": one.where, "query": one.query, "header": one.headers}
-    return Described(
-        one.summary,
-        responses,
-        [
-            msgspec.convert(each, Parameter)
-            for place, kind in places.items()
-            for each in parameters(kind, place)
-        ],
-        None if one.body is None else {"required": True, "content": {one.sent: media(one.body)}},
-    )
+    described: Schema = {
+        "summary": one.summary,
+        "responses": responses,
+        "parameters": [each for place, kind in places.items() for each in _parameters(kind, place)],
+    }
+    if one.body is not None:
+        described["requestBody"] = {"required": True, "content": {one.sent: media(one.body)}}
+    return described
+
+
+def _parameters(kind: type[msgspec.Struct], place: str) -> list[Schema]:
+    """The fields of `kind` as parameters in this place: path, query or header."""
+    known = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+    found = []
+    for info in msgspec.structs.fields(kind):
+        schema = {key: value for key, value in known[info.encode_name].items() if key != "default"}
+        options = [one for one in schema.pop("anyOf", ()) if one != {"type": "null"}]
+        one: Schema = {"name": info.encode_name, "in": place, "required": place == "path"}
+        if (description := schema.pop("description", None)) is not None:
+            one["description"] = description
+        found.append(one | {"schema": {**schema, **(options[0] if options else {})}})
+    return found

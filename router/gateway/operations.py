@@ -88,25 +88,3 @@ class Operation:
         answers = () if self.answer is None else (self.answer,)
         others = (kind for _, kind in self.others.values())
         return (*bodies, *answers, *self.content.values(), *others, self.error)
-
-
-def parameters(kind: type[msgspec.Struct], place: str) -> list[dict[str, Any]]:
-    """The fields of `kind` as parameters of a document, in its `place`: path, query or header."""
-    fields = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
-    found = []
-    for info in msgspec.structs.fields(kind):
-        named = dict(fields[info.encode_name])
-        named.pop("default", None)
-        description = named.pop("description", None)
-        options = [one for one in named.pop("anyOf", ()) if one != {"type": "null"}]
-        one: dict[str, Any] = {
-            "name": info.encode_name,
-            "in": place,
-            "schema": {**named, **(options[0] if options else {})},
-        }
-        if place == "path":
-            one["required"] = True
-        if description is not None:
-            one["description"] = description
-        found.append(one)
-    return found
