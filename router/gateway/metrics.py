@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -166,7 +167,9 @@ class GatewayMetrics:
         """What `/status` shows, of all processes: what was counted, and what is open now."""
         self._copy()
         found: dict[str, Counts] = {}
-        for family in self._everybody().collect():
+        own = (*self._counts.values(), *self._gauges.values())  # of histograms there are thousands of numbers
+        everybody = (self._everybody(),) if self._shared else own
+        for family in chain.from_iterable(one.collect() for one in everybody):
             for sample in family.samples:
                 if not isfinite(sample.value):  # a time that never comes
                     continue
