@@ -29,7 +29,6 @@ from sglang_fair.common.files import read_json
 from sglang_fair.common.guard import named
 from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.processes import die_with_parent
-from sglang_fair.common.weights import Weights
 from sglang_fair.core.throttle import make_rules
 from sglang_fair.settings import protection, table
 from sglang_fair.settings.commands import Mistake
@@ -88,7 +87,6 @@ def make_router(settings: table.Router) -> Router:
             name=settings.placement,
             page_size=settings.page_size,
             max_tree_tokens=settings.max_tree_tokens,
-            shares=Weights(settings.client_weights) if settings.cache_share == "on" else None,
             throttling=make_throttling(settings),
             swap_finish_s=settings.swap_finish_s,
             suspects=Suspects(settings.quarantine_s),

@@ -2,18 +2,19 @@
 
     why       the worker that was chosen
     told      had the request already: another router, or a gateway without one, placed it
-    others    as `core.placement_reason` says
+    others    as `placement_reason` says
 
-Of the two workers the figures are kept by which they can be compared. No prompt is in it, and no other client.
-Bounded: the last `most` requests. O(workers) for a placement.
+Of the two workers the figures are kept by which they can be compared. No prompt is in it, and no other client. What is
+kept of a placement is compact, and formatted when it is shown. Bounded: the last `most` requests.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from operator import attrgetter
 from typing import Any
+
+import msgspec
 
 from router.placement.contract import Request, WorkerView
 from router.radix import Match
@@ -25,11 +26,11 @@ MOST_FOUND = 16
 MOST_NAME = 128
 """Characters of a name that a client may have chosen."""
 
-Figures = dict[str, Any]
+Figures = tuple[str, int, float, float, float, float | None]
+"""A worker, what of the prompt it held, its load, prefill and decode tokens left, and what the placement weighed."""
 
 
-@dataclass(slots=True)
-class Placed:
+class Placed(msgspec.Struct, gc=False):
     """What is known of one placement. Times are by the router's clock."""
 
     id: str
@@ -40,12 +41,13 @@ class Placed:
     came_s: float
     model: str = ""
     promise: Promise | None = None
+    excluded: tuple[str, ...] = ()
     decided_s: float | None = None
     why: str = ""
     worker: Figures | None = None
     next_best: Figures | None = None
+    has_costs: bool = False
     candidates: int = 0
-    excluded: tuple[str, ...] = ()
     held: str = ""
     """Why it had to wait here; "": it did not."""
     standing: Mapping[str, object] | None = None
@@ -53,30 +55,32 @@ class Placed:
     refused: str = ""
     outcome: str = ""
     cached_tokens: int | None = None
-    ended_s: float | None = None
 
 
 @dataclass
 class PlacementRecord:
-    """Is told what becomes of requests, and tells it again."""
+    """What became of the latest requests."""
 
     most: int = MOST
-    _by_id: OrderedDict[str, Placed] = field(default_factory=OrderedDict, init=False, repr=False)
-    _by_name: dict[str, dict[str, None]] = field(default_factory=dict, init=False, repr=False)
+    _order: deque[Placed] = field(default_factory=deque, init=False, repr=False)
+    _by_id: dict[str, Placed] = field(default_factory=dict, init=False, repr=False)
+    _by_name: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def came(self, request: Request, name: str, now_s: float) -> None:
         """A gateway asks for a worker."""
-        known = self._by_id.get(request.id)
-        if known is not None:
+        if request.id in self._by_id:
             return
-        placed = Placed(request.id, name[:MOST_NAME], request.client, request.input_tokens, now_s)
-        placed.model, placed.promise = request.model, request.promise
-        placed.excluded = request.exclude
+        name = name[:MOST_NAME]
+        placed = Placed(
+            request.id, name, request.client, request.input_tokens, now_s, request.model, request.promise,
+            request.exclude,
+        )  # fmt: skip
         self._by_id[request.id] = placed
-        if placed.name:
-            self._by_name.setdefault(placed.name, {})[request.id] = None
-        while len(self._by_id) > self.most:
-            self._forget()
+        self._order.append(placed)
+        if name:
+            self._by_name[name] = (*self._by_name.get(name, ()), request.id)
+        if len(self._order) > self.most:
+            self._forget(self._order.popleft())
 
     def held(self, request_id: str, why: str, standing: Mapping[str, object] | None = None) -> None:
         """It waits here. `standing`: in which group, and behind what."""
@@ -86,8 +90,7 @@ class PlacementRecord:
     def refused(self, request_id: str, reason: str, now_s: float) -> None:
         """It gets no worker."""
         if (placed := self._by_id.get(request_id)) is not None:
-            placed.decided_s = placed.ended_s = now_s
-            placed.refused, placed.outcome = reason, "refused"
+            placed.decided_s, placed.refused, placed.outcome = now_s, reason, "refused"
 
     def placed(
         self,
@@ -96,20 +99,23 @@ class PlacementRecord:
         why: str,
         match: Match,
         workers: Sequence[WorkerView],
-        costs: Mapping[str, float] | None,
+        costs: Sequence[float] | None,
         now_s: float,
     ) -> None:
-        """It goes to `chosen`, one of `workers`, because of `why`. `costs`: what the placement weighed, less is
+        """It goes to `chosen`, one of `workers`, because of `why`. `costs`: what the placement weighed of each, less is
         better; None: it has no such number."""
         placed = self._by_id.get(request.id)
         if placed is None:
             return
-        placed.decided_s = now_s
-        placed.candidates = len(workers)
-        placed.why = why
-        placed.worker = _figures(chosen, match, costs)
-        others = [worker for worker in workers if worker is not chosen]
-        placed.next_best = _figures(_best(others, match, costs), match, costs) if others else None
+        placed.decided_s, placed.why, placed.candidates = now_s, why, len(workers)
+        placed.has_costs = costs is not None
+        if costs is None:
+            placed.worker = _figures(chosen, match, None)
+        else:
+            placed.worker = _figures(chosen, match, costs[workers.index(chosen)])
+        if len(workers) > 1:
+            at = _next_best(workers, workers.index(chosen), match, costs)
+            placed.next_best = _figures(workers[at], match, None if costs is None else costs[at])
 
     def told(self, request: Request, worker: WorkerView, match: Match, now_s: float) -> None:
         """It was placed elsewhere, at `worker`."""
@@ -117,15 +123,16 @@ class PlacementRecord:
         placed = self._by_id[request.id]
         placed.decided_s, placed.why, placed.worker = now_s, "told", _figures(worker, match, None)
 
-    def ended(self, request_id: str, outcome: str, cached_tokens: int | None, now_s: float) -> None:
+    def ended(self, request_id: str, outcome: str, cached_tokens: int | None) -> None:
         """It is over at its worker."""
-        if (placed := self._by_id.get(request_id)) is not None and not placed.outcome:
-            placed.outcome, placed.cached_tokens, placed.ended_s = outcome, cached_tokens, now_s
+        placed = self._by_id.get(request_id)
+        if placed is not None and not placed.outcome:
+            placed.outcome, placed.cached_tokens = outcome, cached_tokens
 
     def find(self, name: str, client: str | None, now_s: float) -> tuple[dict[str, Any], ...]:
         """The placements of this id, or of requests of this name, the latest first; of `client` only, if one is
         given."""
-        ids = [name, *reversed(self._by_name.get(name[:MOST_NAME], {}))]
+        ids = [name, *reversed(self._by_name.get(name[:MOST_NAME], ()))]
         found = (self._by_id[one] for one in dict.fromkeys(ids) if one in self._by_id)
         shown = [_shown(placed, now_s) for placed in found if client in (None, placed.client)]
         return tuple(shown[:MOST_FOUND])
@@ -133,45 +140,85 @@ class PlacementRecord:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def _forget(self) -> None:
-        request_id, placed = self._by_id.popitem(last=False)
+    def _forget(self, placed: Placed) -> None:
+        del self._by_id[placed.id]
         if placed.name:
-            same = self._by_name[placed.name]
-            del same[request_id]
-            if not same:
+            same = self._by_name[placed.name][1:]  # the first of a name came first
+            if same:
+                self._by_name[placed.name] = same
+            else:
                 del self._by_name[placed.name]
 
 
-_by_load = attrgetter("load", "name")
+def placement_reason(
+    request: Request, worker: WorkerView, match: Match, allowed: Sequence[WorkerView]
+) -> str:
+    """Why `request` goes to `worker`, in a word; `allowed` are those that it could have gone to.
 
-
-def _best(workers: Sequence[WorkerView], match: Match, costs: Mapping[str, float] | None) -> WorkerView:
-    """Of these the one with the least cost, the longest match, the least load, in this order."""
+    retry: a replica failed it before. only: there was no other. prefix: none of them has more of its prompt. new: none
+    has any of it. load: another one has more of it, but the placement preferred this one.
+    """
+    if request.exclude:
+        return "retry"
+    if len(allowed) == 1:
+        return "only"
     held = match.lengths
-    if costs is None:  # those that hold nothing are looked at only if all are such
-        holding = [worker for worker in workers if worker.name in held] if held else []
-        if not holding:
-            return min(workers, key=_by_load)
-        return min(holding, key=lambda worker: (-held[worker.name], worker.load, worker.name))
-    return min(
-        workers,
-        key=lambda worker: (costs.get(worker.name, 0.0), -match.of(worker.name), worker.load, worker.name),
-    )
+    if not held:
+        return "new"
+    own = held.get(worker.name, 0)
+    if own == match.tokens:
+        return "prefix"
+    longest = max([held.get(one.name, 0) for one in allowed])
+    if not longest:
+        return "new"
+    return "prefix" if own == longest else "load"
 
 
-def _figures(worker: WorkerView, match: Match, costs: Mapping[str, float] | None) -> Figures:
-    figures: Figures = {
-        "worker": worker.name,
-        "matched_tokens": match.of(worker.name),
-        "load": round(worker.load, 3),
-        "prefill_tokens": round(worker.prefill_tokens),
-        "decode_tokens": round(worker.decode_tokens),
-    }
+def _next_best(
+    workers: Sequence[WorkerView], chosen: int, match: Match, costs: Sequence[float] | None
+) -> int:
+    """The place of the first worker beside `chosen` with the least cost, or without costs with the longest match and
+    then the least load."""
+    weighed: list[float]
     if costs is not None:
-        cost = costs.get(worker.name)
-        # None: the placement's rules ruled it out
-        figures["cost"] = None if cost is None or not isfinite(cost) else round(cost, 1)
-    return figures
+        weighed = [*costs]
+    elif match.lengths:
+        held = match.lengths.get
+        lengths = [held(worker.name, 0) for worker in workers]
+        lengths[chosen] = -1
+        longest = max(lengths)
+        weighed = [
+            worker.load if tokens == longest else float("inf")
+            for worker, tokens in zip(workers, lengths, strict=True)
+        ]
+    else:
+        weighed = [worker.load for worker in workers]
+    del weighed[chosen]
+    at = weighed.index(min(weighed))
+    return at if at < chosen else at + 1
+
+
+def _figures(worker: WorkerView, match: Match, cost: float | None) -> Figures:
+    name = worker.name
+    return (
+        name, match.lengths.get(name, 0), worker.load, worker.prefill_tokens, worker.decode_tokens, cost
+    )  # fmt: skip
+
+
+def _shown_figures(figures: Figures | None, has_costs: bool) -> dict[str, Any] | None:
+    if figures is None:
+        return None
+    name, matched_tokens, load, prefill_tokens, decode_tokens, cost = figures
+    shown: dict[str, Any] = {
+        "worker": name,
+        "matched_tokens": matched_tokens,
+        "load": round(load, 3),
+        "prefill_tokens": round(prefill_tokens),
+        "decode_tokens": round(decode_tokens),
+    }
+    if has_costs:  # None: the placement's rules ruled it out
+        shown["cost"] = None if cost is None or not isfinite(cost) else round(cost, 1)
+    return shown
 
 
 def _shown(placed: Placed, now_s: float) -> dict[str, Any]:
@@ -194,8 +241,8 @@ def _shown(placed: Placed, now_s: float) -> dict[str, Any]:
         "waited_for": placed.held,
         "standing": placed.standing,
         "why": placed.why,
-        "worker": placed.worker,
-        "next_best": placed.next_best,
+        "worker": _shown_figures(placed.worker, placed.has_costs),
+        "next_best": _shown_figures(placed.next_best, placed.has_costs),
         "candidates": placed.candidates,
         "excluded": list(placed.excluded),
         "refused": placed.refused,

@@ -145,6 +145,11 @@ class Suspects:
 
     def judge(self, event: Arrive, now_s: float) -> Denial | bool:
         """Whether it is to `wait` for a trial, or why it is refused."""
+        if (
+            not (event.lost or self._lost or self._convicted or self._cases)
+            and now_s >= self._newcomers_until_s
+        ):
+            return False
         denial = self._denied(event, now_s)
         if denial is None and self._is_quarantined(event.client, now_s):
             subject = self._subject(event.client, now_s)

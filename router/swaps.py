@@ -27,8 +27,9 @@ from math import inf
 import msgspec
 
 from router.events import Action, Agent, Cut, Exchange
+from router.flights import Flight
 from router.placement.contract import Placement, Swapping
-from router.workers import Flight, Worker, WorkerTable
+from router.workers import Worker, WorkerTable
 from sglang_fair.settings.table import FINISH_S
 
 RETRY_S, LONGEST_RETRY_S = 2.0, 300.0
@@ -119,13 +120,13 @@ class Swaps:
 
     # -- what happens
 
-    def told(self, said: Agent, now_s: float, peer: bytes) -> list[Action]:
+    def told(self, said: Agent, now_s: float, peer: bytes) -> Exchange:
         """An agent has said what its worker has; the answer to it. Of a worker that is not up nothing is kept, and what
         it cannot load it does not have."""
         worker = self._workers.get(said.worker)
         if worker is None:
             complaint = f"there is no worker {said.worker[:100]!r}"
-            return [(peer, Exchange(said.id, said.worker, complaint=complaint))]
+            return Exchange(said.id, said.worker, complaint=complaint)
         complaint, loaded = "", said.loaded
         if loaded and loaded not in (said.swap_s or worker.models):
             complaint = f"{loaded[:100]!r} is none of the models that worker {said.worker} can load"
@@ -144,7 +145,7 @@ class Swaps:
         self._align(said.worker, now_s)
         ahead = () if self._placement is None else tuple(self._placement.next_models(said.worker))
         order = self._order(said.worker, swap)
-        return [(peer, msgspec.structs.replace(order, id=said.id, ahead=ahead, complaint=complaint))]
+        return msgspec.structs.replace(order, id=said.id, ahead=ahead, complaint=complaint)
 
     def ask(self, name: str, model: str, now_s: float) -> str | None:
         """An operator wants `model` at a worker. Why that cannot be, or None: it has it, or will."""

@@ -8,15 +8,15 @@ placement: `meant` is the rule.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from router.events import Posted, Workers, WorkerUp
 from router.models import meant
-from router.placement.contract import Placement, Request
+from router.placement.contract import Holding, Placement
 from router.placement.outputs import ExpectedOutputs
 from router.placement.round_robin import RoundRobin
-from router.radix import Hold
 
 
 @dataclass(slots=True, eq=False)
@@ -110,67 +110,46 @@ class Worker:
             self.decode_tokens = 0.0  # drop what rounding has left over
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A request in flight at `worker`, for the gateway `peer`.
+class Placements:
+    """A placement for each model, and the weights that they have of clients. One that holds requests is that of all
+    models: the queue of all."""
 
-    `prefill_tokens` and `decode_tokens` are the work that is left; they are part of the worker's load.
-    """
+    def __init__(self, first: Placement) -> None:
+        """`first` is that of the first model; the others are made like it."""
+        self.first = first
+        self.all: list[Placement] = []
+        self._fresh = deepcopy(first)
 
-    request: Request
-    worker: Worker
-    peer: bytes
-    matched_tokens: int
-    hold: Hold
-    prefill_tokens: int = 0
-    decode_tokens: float = 0.0
-    output_tokens: int = 0
-    overrun_tokens: int = 0
-    """Beyond what was expected."""
-    placed_s: float = 0.0
-    is_cut: bool = False
-    """Its gateway was told to cut it off."""
+    def make(self) -> Placement:
+        """For one more model."""
+        if self.all and isinstance(self.first, Holding):
+            return self.first
+        made = deepcopy(self._fresh) if self.all else self.first
+        self.all.append(made)
+        return made
 
-    def begin(self) -> None:
-        """Adds the request to its worker's load."""
-        worker, input_tokens = self.worker, self.request.input_tokens
-        self.prefill_tokens = input_tokens - self.matched_tokens
-        self.decode_tokens = self.request.expected_output_tokens
-        worker.prefill_tokens += self.prefill_tokens
-        worker.decode_tokens += self.decode_tokens
-        worker.dispatched += 1
-        worker.dispatched_tokens += input_tokens
-        worker.count(1)
+    def weigh(self, client: str, weight: float, version: int, present: Callable[[], Collection[str]]) -> None:
+        """`client` has this weight by the tenants' file of this version. `present` are the clients that have requests,
+        whose weights are kept."""
+        for placement in self.all:
+            weights = placement.weights
+            if weights is None:
+                return
+            if weights.tell(client, weight, version):
+                placement.reweighed(client)
+            if weights.are_many:
+                weights.forget(present().__contains__)
 
-    def produce(self, output_tokens: int) -> None:
-        """`output_tokens` have been produced so far, so the prefill is over. Late reports of less are ignored."""
-        if output_tokens > self.output_tokens:
-            self.worker.produced_tokens += output_tokens - self.output_tokens
-            self.worker.prefilled_tokens += self.prefill_tokens
-            self.output_tokens = output_tokens
-            self._leave(max(1.0, self.request.expected_output_tokens - output_tokens))
-            if (more := output_tokens - int(self.request.expected_output_tokens)) > self.overrun_tokens:
-                self.worker.overrun_tokens += more - self.overrun_tokens
-                self.overrun_tokens = more
-
-    def end(self, output_tokens: int = 0) -> None:
-        """Takes the request off its worker's load. So many output tokens were produced in all, or as many as were
-        reported before, if that is more."""
-        worker = self.worker
-        if output_tokens > self.output_tokens:
-            worker.produced_tokens += output_tokens - self.output_tokens
-            worker.prefilled_tokens += self.prefill_tokens
-        if self.overrun_tokens:
-            worker.overrun_tokens -= self.overrun_tokens
-        self._leave(0.0)
-        worker.count(-1)
-
-    def _leave(self, decode_tokens: float) -> None:
-        """So much is left to decode, and nothing to prefill."""
-        worker = self.worker
-        worker.prefill_tokens -= self.prefill_tokens
-        worker.decode_tokens += decode_tokens - self.decode_tokens
-        self.prefill_tokens, self.decode_tokens = 0, decode_tokens
+    def credits(self, limit: int) -> dict[str, dict[str, float]]:
+        """Client -> worker -> credit of at most `limit` clients, at the workers of all models."""
+        found: dict[str, dict[str, float]] = {}
+        for placement in self.all:
+            for client, row in placement.credits(limit).items():
+                if client in found:
+                    found[client] |= row
+                elif len(found) < limit:
+                    found[client] = dict(row)
+        return found
 
 
 class WorkerTable:
@@ -282,6 +261,20 @@ class WorkerTable:
             limits=limits,
             plans=plans,
         )
+
+    def why_nobody(self, model: str) -> str:
+        """Why no worker can take a request for `model`."""
+        if not self.by_name:
+            return "no worker is up"
+        pool = self.pool(model)
+        if pool is self.nobody:
+            return f"no worker has model {model}" if model else "there are several models, and it names none"
+        which = f" of model {pool.model}" if len(self.pools) > 1 else ""
+        if not any(worker.pool is pool for worker in self):
+            return f"no worker{which} is up"
+        if not pool.taking:
+            return f"no worker{which} takes requests: each drains or does not answer"
+        return f"every worker{which} that is up is excluded"
 
     def _pool_of(self, models: tuple[str, ...], loaded: str) -> Pool:
         model = None if models and not loaded else meant(loaded, self._known)

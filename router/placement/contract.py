@@ -144,9 +144,9 @@ class Placement:
         """Client -> worker -> credit, for at most `limit` clients, the latest first. Empty if there are no credits."""
         return {}
 
-    def costs(self) -> Mapping[str, float] | None:
-        """What its last `place` weighed, by worker: less is better, inf is out of the question. None: it does not weigh
-        workers by one number each."""
+    def costs(self) -> Sequence[float] | None:
+        """What its last `place` weighed, for each of `workers`: less is better, inf is out of the question. None: it
+        does not weigh workers by one number each."""
         return None
 
     def question(self, now_s: float) -> tuple[int, Work] | None:

@@ -78,8 +78,8 @@ class D2lpmQueue(Placement):
     max_clients: int = 50_000
 
     _queues: Queues = field(init=False, repr=False)
-    _weighed: tuple[Sequence[str], Sequence[float]] = field(default=((), ()), init=False, repr=False)
-    """Workers and their costs, for the last request."""
+    _weighed: Sequence[float] = field(default=(), init=False, repr=False)
+    """Costs of the workers, for the last request."""
 
     def __post_init__(self) -> None:
         check_prices(self.extend_weight, self.output_weight)
@@ -113,7 +113,7 @@ class D2lpmQueue(Placement):
         reach = self.worker_quantum * account.weight
         if at is None:
             weighed = costs.tolist()
-            self._weighed = tuple(columns), weighed
+            self._weighed = weighed
             chosen = least(workers, weighed).name
             if queues.may_have(account, columns[chosen], reach):
                 return chosen
@@ -121,12 +121,12 @@ class D2lpmQueue(Placement):
         else:
             queues.leave_out(account, at)
         weighed = np.where(queues.allowed(account, at, reach), costs[at], np.inf).tolist()
-        self._weighed = [worker.name for worker in workers], weighed
+        self._weighed = weighed
         return least(workers, weighed).name
 
-    def costs(self) -> Mapping[str, float]:
+    def costs(self) -> Sequence[float]:
         """Units; inf where the client has been sent too much beside another worker (rule 2)."""
-        return dict(zip(*self._weighed, strict=True))
+        return self._weighed
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """It is in the client's queue at `worker` from now on."""

@@ -93,23 +93,19 @@ class Structure:
         node.parent = upper
         upper.children = {node.key[: self.page_bytes]: node}
         self.nodes += 1
-        self.evictable.divided(upper, node)
+        if not upper.refs:
+            self.evictable.add(upper)
         return upper
 
     def tidy(self, node: Node) -> None:
-        """Removes a node without holders, and joins one to its only child if their holders are the same, and the
-        clients that claim them."""
+        """Removes a node without holders, and joins one to its only child if their holders are the same."""
         if not node.attached or node.parent is None:
             return
         if not node.confirmed and not node.refs:
             self._detach(node)
         elif len(node.children) == 1:
             (child,) = node.children.values()
-            if (
-                child.confirmed == node.confirmed
-                and child.refs == node.refs
-                and (not self.evictable.fair or self.evictable.are_alike(node, child))
-            ):
+            if child.confirmed == node.confirmed and child.refs == node.refs:
                 self._join(node, child)
 
     def tidy_upwards(self, node: Node) -> None:
@@ -134,7 +130,7 @@ class Structure:
         assert parent is not None
         assert not node.children
         parent.remove_child(node.key[: self.page_bytes])
-        self.evictable.gone(node)
+        self.evictable.discard(node)
         self.nodes -= 1
         self.tokens -= node.end - node.start
         node.leave()
@@ -147,6 +143,6 @@ class Structure:
         child.key = node.key + child.key
         child.start = node.start
         child.parent = parent
-        self.evictable.joined(node, child)
+        self.evictable.discard(node)
         node.leave(alias=child)
         self.nodes -= 1

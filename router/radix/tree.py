@@ -19,16 +19,15 @@ import numpy as np
 
 from router.events import TOKEN_BYTES
 from router.radix.blocks import BlockIndex, Run
-from router.radix.eviction import EvictionOrder, FairOrder
+from router.radix.eviction import EvictionOrder
 from router.radix.masks import WorkerBits, bits
 from router.radix.node import NO_CHILDREN, NO_REFS, Node, Root, live, spanning, upwards
 from router.radix.structure import Structure
-from sglang_fair.common.weights import Weights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Match:
-    """How much of one prompt each worker holds, in tokens, always whole pages.
+    """How much of one prompt each worker holds, in tokens, always whole pages. Not to be changed.
 
     `lengths` has an entry for each worker that holds any. `holders`, in a fixed order, are those with the longest
     match, which is of `tokens` tokens. `branches` are the depths up to `tokens` at which other prompts left it.
@@ -49,12 +48,11 @@ class Match:
 class Hold:
     """One request in flight holds its prompt's prefix at one worker. Releasing it twice is harmless."""
 
-    __slots__ = ("bit", "client", "leaf")
+    __slots__ = ("bit", "leaf")
 
-    def __init__(self, bit: int, leaf: Node | None, client: str | None = None) -> None:
+    def __init__(self, bit: int, leaf: Node | None) -> None:
         self.bit = bit
         self.leaf = leaf
-        self.client = client
 
 
 @dataclass(slots=True, eq=False)
@@ -74,16 +72,15 @@ class RadixTree:
     Memory is bounded by `max_tree_tokens` plus the prompts in flight. Beyond, leaves are evicted that no request in
     flight refers to: first those that no event has confirmed, then the least recently used. That happens when a
     request ends and when an event comes, not while a request waits for its placement. One request adds at most
-    `max_hold_tokens` to the tree, so that a long prompt does not push out what others have cached. With `shares`, the
-    clients' weights, that goes first which clients above their share of the tree claim (`eviction.FairOrder`).
+    1 / `hold_part` of the limit to the tree, so that a long prompt does not push out what others have cached; None: all
+    of it.
     """
 
     def __init__(
         self,
         page_size: int = 16,
         max_tree_tokens: int = 8_000_000,
-        max_hold_tokens: int | None = None,
-        shares: Weights | None = None,
+        hold_part: int | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}: a page has at least one token")
@@ -95,8 +92,8 @@ class RadixTree:
         self.unknown_removes = 0
         self.misfits = 0
         self.evicted_tokens = 0
-        self._max_hold_tokens = max_hold_tokens
-        self._evictable = EvictionOrder() if shares is None else FairOrder(max_tree_tokens, shares)
+        self._hold_part = hold_part
+        self._evictable = EvictionOrder()
         self._structure = Structure(page_size, self._evictable)
         self._blocks = BlockIndex()
         self._workers = WorkerBits()
@@ -113,6 +110,10 @@ class RadixTree:
     def nodes(self) -> int:
         """Nodes in the tree, without the roots of namespaces."""
         return self._structure.nodes
+
+    def resize(self, max_tree_tokens: int) -> None:
+        """It holds so much from now on. A tree that is too large shrinks with the next request or event."""
+        self.max_tree_tokens = max_tree_tokens
 
     # -- workers
 
@@ -180,18 +181,17 @@ class RadixTree:
         tokens: bytes,
         namespace: str = "",
         match: Match | None = None,
-        client: str | None = None,
     ) -> Hold:
-        """`worker` holds the whole pages of this prompt of `client` until the `Hold` is released.
+        """`worker` holds the whole pages of this prompt until the `Hold` is released.
 
         If the prompt is longer than one request may add, its head is held, and whatever the tree has of it already.
         `match`, if given, must be the result of `match` for this prompt on the tree as it is.
         """
         bit, structure = self._workers.of[worker], self._structure
         usable = len(tokens)
-        if self._max_hold_tokens is not None:
+        if self._hold_part is not None:
             known = 0 if match is None else match.tokens
-            usable = min(usable, max(known, self._max_hold_tokens) * TOKEN_BYTES)
+            usable = min(usable, max(known, self.max_tree_tokens // self._hold_part) * TOKEN_BYTES)
         usable -= usable % structure.page_bytes
         if not usable:
             return Hold(bit, None)
@@ -207,9 +207,7 @@ class RadixTree:
             else:
                 node.refs[bit] = node.refs.get(bit, 0) + 1
                 node.held |= bit
-        if client is not None and self._evictable.fair:
-            self._evictable.sent(client, leaf)
-        hold = Hold(bit, leaf, client)
+        hold = Hold(bit, leaf)
         self._holdings[bit].holds.add(hold)
         return hold
 
@@ -235,8 +233,6 @@ class RadixTree:
             if not node.refs:
                 node.refs = NO_REFS
                 self._evictable.add(node)
-        if served and hold.client is not None and self._evictable.fair:
-            self._evictable.served(hold.client, [node for node in upwards(leaf) if node.confirmed])
         self._structure.tidy_upwards(leaf)
         self._shrink()
 
@@ -269,7 +265,6 @@ class RadixTree:
         fill the blocks. A worker with such a block size is taken to keep what it serves from then on.
         """
         bit, structure = self._workers.of[worker], self._structure
-        before = structure.tokens
         if block_tokens % self.page_size:
             self.misfits += 1
             self._evictable.assumed |= bit
@@ -289,8 +284,6 @@ class RadixTree:
                 return
             anchor, depth = above
             leaf = structure.claim(anchor, depth, tokens, len(tokens))
-        if self._evictable.fair and structure.tokens > before:
-            self._evictable.grew(leaf)
         settled: list[Hold] = []
         for node in upwards(leaf):
             if node.start >= depth:
@@ -334,10 +327,6 @@ class RadixTree:
                 if child.confirmed & bit:
                     self._clear_below(child, bit)
         self._blocks.look_after_all()
-
-    def reweigh(self, client: str) -> None:
-        """The weight of `client` has changed."""
-        self._evictable.reweigh(client)
 
     # -- looking in
 

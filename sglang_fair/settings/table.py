@@ -157,8 +157,8 @@ class Fairness(Fields):
     ] = field(default_factory=dict)
     """Shares per client, for example {"gold": 2}."""
     cache_share: Annotated[str, About(choices=ON_OFF, fair="cache-share")] = "off"
-    """Evict first what belongs to clients above their share of a replica's cache, and of the router's tree. Where
-    SGLang's cache does not allow that, and for policies without shares, a replica evicts as SGLang does."""
+    """Evict first what belongs to clients above their share of a replica's cache. Where SGLang's cache does not allow
+    that, and for policies without shares, a replica evicts as SGLang does."""
     normal: Annotated[
         str | None,
         About(metavar="FILE", unset="learnt anew after each start", fair="normal", flag="--fair-normal"),
@@ -498,10 +498,13 @@ class Router(Tls, Throttling):
     page_size: Annotated[int, About(unit="tokens", at_least=1)] = 16
     """Size of a block of the replicas' caches."""
     swap_finish_s: SwapFinish = FINISH_S
-    max_tree_tokens: Annotated[int, About(unit="tokens", metavar="N")] = 8_000_000
+    max_tree_tokens: Annotated[
+        int | None,
+        About(
+            unit="tokens", metavar="N", at_least=1, unset="what the replicas can cache, at least 8 million"
+        ),
+    ] = None
     """Most tokens that the prefix tree holds."""
-    cache_share: Annotated[str, About(choices=ON_OFF)] = "off"
-    """Evict first what belongs to clients above their share of the prefix tree."""
     peer_timeout_s: Annotated[float, About(unit="seconds", above=0)] = 10.0
     """A gateway that is silent for so long is dead, and what it had in flight is over."""
     http_host: str = "127.0.0.1"

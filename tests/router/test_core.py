@@ -403,7 +403,7 @@ def test_every_question_is_answered_or_held_whatever_is_lost(placement, steps):
         compare()
         for name in [name for name in asked if not is_held[name]]:
             send(asked[name], lost=False)
-    waiting = {request.id for request, _ in made._waiting.values()}
+    waiting = {request.id for request, _ in made.waiting.by_id.values()}
     assert set(asked) == {name for name, held in is_held.items() if held} == waiting
     if not any(worker["in_flight"] for worker in made.state()["workers"].values()):
         assert not waiting, "nobody waits for an idle worker"
@@ -676,8 +676,10 @@ def test_long_prompts_of_one_client_leave_what_the_others_have_cached():
 
 def test_a_placement_hears_how_many_requests_one_stands_for():
     made, seen = router("a"), []
-    place = made._placement.place
-    made._placement.place = lambda request, *more: seen.append(request.stands_for) or place(request, *more)
+    place = made.placements.first.place
+    made.placements.first.place = lambda request, *more: (
+        seen.append(request.stands_for) or place(request, *more)
+    )
     for name, more in (("1", {}), ("2", {"stands_for": 12_500})):
         ask(made, name, **more)
     assert seen == [1, 12_500]

@@ -11,13 +11,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.bounded import listen
-from router.core import Router, placement_reason
+from router.core import Router
 from router.events import Agent, Arrive, Done, Due, WorkerDrain, WorkerHealth, WorkerUp
 from router.http import serve
 from router.placement import build
 from router.placement.contract import Request
 from router.placement.round_robin import RoundRobin
 from router.radix import Match
+from router.record import placement_reason
 from router.shell import beside
 from router.wire import pack_tokens
 from router.workers import Pool, Worker

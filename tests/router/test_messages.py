@@ -34,7 +34,6 @@ from router.events import (
 )
 from router.placement import PLACEMENTS, build
 from router.throttling import BAD_LIMITS, KINDS, Throttling
-from sglang_fair.common.weights import Weights
 from sglang_fair.core.throttle import Rules
 from tests.support.budget import examples
 
@@ -128,7 +127,6 @@ def routers(placement: str, rng: Random) -> Router:
         build(placement),
         page_size=4,
         max_tree_tokens=rng.choice((200, 8_000_000)),
-        shares=rng.choice((None, Weights())),
         throttling=Throttling(rng.choice(KINDS), Rules(2)),
         swap_finish_s=rng.choice((0.0, 5.0)),
     )

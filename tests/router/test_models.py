@@ -243,7 +243,7 @@ def test_a_deadline_is_kept_by_the_router_s_clock_and_told_as_what_is_left() -> 
     again = ask(made, "2", now_s=1031.0)
     assert isinstance(again, Place)
     assert again.due == Due("batch-1", 60.0, 19.0)
-    found = made._record.find("2", None, 1031.0)[0]
+    found = made.record.find("2", None, 1031.0)[0]
     assert found["slo"] == {"class": "batch-1", "slo_s": 60.0, "left_s": 20.0}
 
 

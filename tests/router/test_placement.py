@@ -37,6 +37,7 @@ from router.placement.outputs import ExpectedOutputs
 from router.placement.preble import Preble
 from router.placement.prefix_window import PrefillCost
 from router.radix import Match
+from router.waiting import Waiting
 from router.workers import Worker
 from sglang_fair.settings.program import parse
 from tests.support.budget import examples, is_night, seeds
@@ -176,16 +177,16 @@ def test_places_on_workers_that_are_up_and_loses_nothing(name, seed):
 
 @pytest.mark.slow
 def test_what_waiting_requests_match_is_looked_up_once_and_is_never_out_of_date(monkeypatch):
-    remembered, looks = Router._match, []
+    remembered, looks = Waiting._match, []
 
-    def checked(router: Router, request: Request) -> Match:
-        known = dict(router._matches)
-        found = remembered(router, request)
+    def checked(waiting: Waiting, request: Request) -> Match:
+        known = dict(waiting.matches)
+        found = remembered(waiting, request)
         looks.append(known.get(request.id) is found)
-        assert found == router.tree.match(request.tokens, request.namespace)
+        assert found == waiting._tree.match(request.tokens, request.namespace)
         return found
 
-    monkeypatch.setattr(Router, "_match", checked)
+    monkeypatch.setattr(Waiting, "_match", checked)
     for seed in range(3):
         drive("centralized_dlpm", seed)
     assert any(looks)
@@ -587,8 +588,8 @@ def test_centralized_dlpm_new_workers_pull_and_what_went_elsewhere_waits_no_more
     assert (answer.id, answer.worker) == ("1", "a")
     for request in ("1", "2"):
         router.handle(Done(request), 0.0)
-    assert not router._placement._requests
-    assert not router._placement._pulled
+    assert not router.placements.first._requests
+    assert not router.placements.first._pulled
 
 
 def test_centralized_dlpm_shares_its_queue(monkeypatch):
@@ -602,7 +603,7 @@ def test_centralized_dlpm_shares_its_queue(monkeypatch):
     router.handle(Done("2", outcome="aborted"), 1.0)
     assert router.handle(Arrive("5", "flood", b""), 1.0) == [], "there is room where one was given up"
     for _ in range(4):
-        [flight] = router._flights
+        [flight] = router.flights.by_id
         router.handle(Done(flight), 2.0)
     assert router.state()["in_flight"] == 0
     answers = [router.handle(Arrive(f"n{number}", "flood", b""), 3.0) for number in range(4)]
@@ -672,7 +673,7 @@ def test_centralized_dlpm_new_names_do_not_pay_for_the_next_ones():
         answers.extend(place.id for _, place in router.handle(Done(request, output), 0.0))
     share = service["known"] / (service["known"] + service["name"])
     assert share == pytest.approx(1 / (1 + 4 + 520 / quantum), rel=0.25)
-    assert len(router._placement._dlpm.counters()) < 200
+    assert len(router.placements.first._dlpm.counters()) < 200
 
 
 # -- by load alone

@@ -211,7 +211,7 @@ def test_a_question_waits_for_its_answer_as_long_as_a_plan_may_take() -> None:
 
 def test_late_is_where_nobody_could_help_for_two_looks() -> None:
     site = Site(5)
-    qlm = site.core._placement
+    qlm = site.core.placements.first
     for number in range(60):  # of as many clients: all are within their share
         tokens = np.array([number] * 100, "<u4").tobytes()
         due = Due("c", 6.0, 6.0)
@@ -345,12 +345,12 @@ def test_who_waits_is_explained() -> None:
     made, held = router()
     made.handle(Arrive("1", "c", b"", may_hold=True), 0.0, b"g")
     made.handle(Arrive("2", "c", b"", may_hold=True), 0.001, b"g")
-    (one,), (two,) = (made._record.find(name, None, 0.0) for name in "12")
+    (one,), (two,) = (made.record.find(name, None, 0.0) for name in "12")
     assert (one["standing"], two["standing"]) == ({"group": 1, "ahead": True}, {"group": 1, "ahead": False})
-    assert made._with_standing(one)["stands"] == {"group": 1, "ahead": True}
+    assert made.waiting.with_standing(one, 0.0)["stands"] == {"group": 1, "ahead": True}
     held.let_go = 2
     assert {type(answer) for _, answer in made.handle(Tick(), 1.0)} == {Place}
-    assert "stands" not in made._with_standing(one)
+    assert "stands" not in made.waiting.with_standing(one, 0.0)
 
 
 def test_time_alone_places_what_waits() -> None:

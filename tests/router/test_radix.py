@@ -372,7 +372,7 @@ def test_a_bad_size_is_refused():
 
 
 def test_a_long_prompt_in_flight_adds_no_more_than_it_may():
-    tree = RadixTree(page_size=2, max_tree_tokens=40, max_hold_tokens=8)
+    tree = RadixTree(page_size=2, max_tree_tokens=40, hold_part=5)
     tree.add_worker("a")
     shared = tuple(range(12))
     tree.stored("a", (1, 2, 3), None, ids(shared), 4)

@@ -112,7 +112,7 @@ def test_what_another_placed_and_what_is_lost_with_its_worker() -> None:
 def test_names_that_lie_hide_nobody_and_cost_no_memory() -> None:
     """Somebody calls ten thousand requests by the name of another one's."""
     made = router()
-    made._record.most = 100
+    made.record.most = 100
     for number in range(10_000):
         made.handle(arrive(f"id{number}", f"liar{number}", request="name" + "x" * 1000), 1.0, b"g")
         made.handle(Done(f"id{number}"), 1.0, b"g")
@@ -122,6 +122,6 @@ def test_names_that_lie_hide_nobody_and_cost_no_memory() -> None:
     assert [found["id"] for found in explained(made, "name", "victim")] == ["own"]
     assert len(explained(made, "name", "liar")) == MOST_FOUND
     assert explained(made, "own", "liar") == ()
-    assert len(made._record) == 100
-    assert sum(map(len, made._record._by_name.values())) == 100
+    assert len(made.record) == 100
+    assert sum(map(len, made.record._by_name.values())) == 100
     assert "liar" not in repr(explained(made, "name", "victim"))

@@ -190,7 +190,7 @@ def test_a_worker_at_work_is_asked_about_now_and_then_and_one_that_is_idle_at_on
     made.handle(Progress("q0", 4), 1.0 + 2 * ASK_S, PEER)
     assert worker(made, "r1")["state"] == "swapping"
     placement.wishes["r0"] = "b"
-    mine = [f"q{number}" for number in range(4) if made._flights[f"q{number}"].worker.name == "r0"]
+    mine = [f"q{number}" for number in range(4) if made.flights.by_id[f"q{number}"].worker.name == "r0"]
     for name in mine:
         assert worker(made, "r0")["state"] == "up"
         made.handle(Done(name), 1.0 + 2.1 * ASK_S, PEER)

@@ -1,7 +1,5 @@
 """Weights that requests tell the router, and cache groups in its tree."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -21,16 +19,16 @@ PROMPT = np.arange(64, dtype="<u4").tobytes()
 WEIGHED = sorted(name for name in PLACEMENTS if build(name).weights is not None)
 
 
-def made(placement: Placement | None = None, shares: Weights | None = None) -> Router:
-    router = Router(placement or build("d2lpm"), page_size=16, shares=shares)
+def made(placement: Placement | None = None) -> Router:
+    router = Router(placement or build("d2lpm"), page_size=16)
     for worker in "ab":
         router.handle(WorkerUp(worker, f"http://{worker}", "tcp://kv"), 0.0)
     return router
 
 
 def of(router: Router, client: str) -> list[float]:
-    """Its weight, as the placement and the tree know it."""
-    return [weights.of(client) for weights, _ in router._weights]
+    """Its weight, as the placements with weights know it."""
+    return [one.weights.of(client) for one in router.placements.all if one.weights is not None]
 
 
 def test_the_placements_with_shares_are_known():
@@ -40,9 +38,8 @@ def test_the_placements_with_shares_are_known():
 
 @pytest.mark.parametrize("name", sorted(PLACEMENTS))
 def test_requests_tell_the_weight_and_the_later_file_wins(name):
-    router = made(build(name), Weights())
-    known = len(router._weights)
-    assert known == (2 if name in WEIGHED else 1)
+    router = made(build(name))
+    known = int(name in WEIGHED)
     for number, (weight, version, then) in enumerate(
         [(3.0, 5, 3.0), (9.0, 4, 3.0), (None, 9, 3.0), (0.5, 6, 0.5)]
     ):
@@ -63,14 +60,16 @@ def test_what_a_gateway_says_is_checked():
 
 @pytest.mark.slow
 def test_ten_thousand_names_with_weights_leave_little():
-    router = made(shares=Weights())
+    router = made()
     for number in range(10_000):
         name = f"{number}"
         router.handle(Arrive(name, name, PROMPT, weight=2.0, weight_version=1), 0.0, b"g")
         if number:
             router.handle(Done(name), 0.0, b"g")
-        assert all(len(weights.items()) <= KEPT + 2 for weights, _ in router._weights)
-    assert of(router, "0") == [2.0, 2.0], "it is in flight"
+        weights = router.placements.first.weights
+        assert weights is not None
+        assert len(weights.items()) <= KEPT + 2
+    assert of(router, "0") == [2.0], "it is in flight"
 
 
 # ---- what follows from a change
@@ -116,19 +115,6 @@ def test_credit_is_never_above_the_quantum_of_now(steps):
         router.handle(Arrive(f"{number}", client, prompt, weight=weight, weight_version=number), 0.0, b"g")
         for credit in placement.credits(9)[client].values():
             assert credit <= 100.0 * weight * (1 + 1e-9)
-
-
-def test_the_tree_is_shared_out_by_the_new_weight():
-    heard: list[str] = []
-    router = made(shares=Weights())
-    reweigh: Callable[[str], None] = router.tree.reweigh
-    router._weights[-1] = router._weights[-1][0], lambda client: (heard.append(client), reweigh(client))[1]
-    router.handle(Arrive("1", "c", PROMPT), 0.0, b"g")
-    holder = router.tree._evictable._order._holders["c"]  # type: ignore[union-attr]
-    assert holder.weight == 1.0
-    router.handle(Arrive("2", "c", PROMPT, weight=3.0, weight_version=1), 0.0, b"g")
-    router.handle(Arrive("3", "c", PROMPT, weight=3.0, weight_version=2), 0.0, b"g")
-    assert (holder.weight, heard) == (3.0, ["c"])
 
 
 # ---- groups

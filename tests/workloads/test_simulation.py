@@ -433,7 +433,6 @@ def test_options_reach_policy_placement_and_caches():
     assert (first.policy_options, first.placement_options) == ("patience=5", {"cache_threshold": 0.3})
     assert (second.policy_options, second.placement_options) == ("patience=5", {})
     for site, fair in ((first, True), (SimulateOptions().new_case().site, False)):
-        assert site.make_router().tree._evictable.fair == fair
         assert site.make_replica(0).cache.order.fair == fair
 
 

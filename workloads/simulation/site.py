@@ -72,7 +72,7 @@ class Site:
     max_running: int | None = None
     chunked_prefill_tokens: int | None = None
     cache_share: bool = False
-    """Replicas evict fairly among clients, where the policy has shares, and so does the router (--cache-share). False:
+    """Replicas evict fairly among clients, where the policy has shares (--cache-share). False:
     by plain LRU, as in the papers."""
     ignore_eos: bool = True
     """Every answer runs to its limit, and memory is reserved for that. False where answers may be shorter."""
@@ -231,14 +231,12 @@ class Site:
             "output_weight": cost.output_weight,
             "client_weights": dict(self.client_weights),
         }
-        shares = Weights(self.client_weights) if self.cache_share else None
         throttling = Throttling(cast(Kind, self.throttle), make_rules(self.limits, "limits"))
         finish_s = None if self.fleet is None else self.fleet.finish_s
         router = Router(
             self._make_placement(given),
             name=self.placement,
             page_size=self.page_tokens,
-            shares=shares,
             throttling=throttling,
             swap_finish_s=inf if finish_s is None else finish_s,
         )
