@@ -95,10 +95,6 @@ BENCHES = {
         "sglang_fair.engines.bench.scheduler",
         "Time one scheduling step, by policy, queue length, clients and prompt length.",
     ),
-    "eviction": Program(
-        "sglang_fair.engines.bench.eviction",
-        "Time the eviction of a replica's prefix cache, fair among clients and as SGLang does it.",
-    ),
     "router": Program(
         "sglang_fair.bench.router",
         "Time one placement decision, by placement, prompt length and workers, and the tree's events and memory.",
@@ -107,13 +103,9 @@ BENCHES = {
         "sglang_fair.bench.queue",
         "Time a plan of queues of groups, and a request's arrival and pull among many that wait.",
     ),
-    "batches": Program(
-        "sglang_fair.bench.batches",
-        "Time how batches are uploaded, accepted and written down, and what many cost in memory.",
-    ),
     "gateway": Program(
         "sglang_fair.bench.gateway",
-        "Time the way through the gateway, beside sglang-router over the same engine that answers at once.",
+        "Time the way through the gateway, in front of an engine that answers at once.",
     ),
     "isolation": Program(
         "workloads.isolation",

@@ -1,5 +1,6 @@
 """Processes of a bench: started, measured and ended."""
 
+import asyncio
 import contextlib
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import psutil
 
 from sglang_fair.common.processes import child_environment
 
+START_S = 60.0
 LAST_LINES = 10
 """Of what a program said before it failed."""
 PORTS = range(18_000, 29_000)
@@ -90,6 +92,38 @@ class Children:
             child.stop()
         for child in self._all:
             child.close()
+
+
+async def until_served(port: int, request: bytes, programs: Sequence[Child]) -> None:
+    """Waits until `request`, as it is sent, is answered by 200. Raises `DidNotStart` if a program ends, or after
+    `START_S`."""
+    try:
+        async with asyncio.timeout(START_S):
+            while True:
+                for program in programs:
+                    program.check()
+                with contextlib.suppress(OSError):
+                    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.write(request)
+                    status = await reader.readline()
+                    writer.close()
+                    if b" 200 " in status:
+                        return
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise programs[-1].failure(f"did not answer with 200 within {START_S:g} s") from None
+
+
+def start_sglang_router(
+    children: Children, program: str, port: int, metrics_port: int, engines: Sequence[int]
+) -> list[Child]:
+    """The Rust router of PyPI, in front of these ports."""
+    command = [
+        program, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware",
+        "--prometheus-port", str(metrics_port), "--log-level", "error",
+        "--worker-urls", *(f"http://127.0.0.1:{engine}" for engine in engines),
+    ]  # fmt: skip
+    return [children.start(*command)]
 
 
 def family(children: Sequence[Child]) -> list[psutil.Process]:

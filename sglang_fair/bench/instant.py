@@ -8,8 +8,9 @@ A stream has `STREAM_TOKENS` events, each written by itself. Of a request it rea
 import asyncio
 import json
 import sys
-from collections.abc import Coroutine
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, cast
+
+import uvloop
 
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.settings.commands import Numbers, numbers, run
@@ -17,8 +18,6 @@ from sglang_fair.settings.commands import Numbers, numbers, run
 STREAM_TOKENS = 64
 MODEL = "bench"
 RID = "0" * 32
-
-Result = TypeVar("Result")
 
 _HEAD = {"id": RID, "object": "text_completion", "created": 1, "model": MODEL}
 _USAGE = {"prompt_tokens": 1000, "completion_tokens": STREAM_TOKENS, "total_tokens": 1000 + STREAM_TOKENS}
@@ -92,16 +91,6 @@ class Connection(asyncio.Protocol):
         asyncio.get_running_loop().call_soon(self._write_event, number + 1)
 
 
-def quickly(work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs it on uvloop where that is installed, so that the bench itself takes less of the machine."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(work)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
-
-
 async def serve(ports: list[int]) -> None:
     """Listens until it is cancelled."""
     loop = asyncio.get_running_loop()
@@ -113,7 +102,8 @@ async def serve(ports: list[int]) -> None:
 def main(ports: Annotated[Numbers, numbers("Listen on these.", "PORT,PORT")]) -> None:
     """An engine that answers at once. It serves until it is killed."""
     die_with_parent()
-    quickly(serve(list(ports)))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(list(ports)))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,6 @@ other clients has a short request in flight from beginning to end.
 * bytes per token: how much the process's resident memory grows while the tree is built, over the tokens in it, each
   counted once however many workers hold it. Block hashes and nodes are included.
 
-With `--throttle oit` or `rpm` three routers take turns, with the placement that a cluster has by default (or the first
-of `--placements`) and the shortest prompts. To one come plain requests. To the two others comes what costs most: each
-request is a call of an interaction of four, which half of the clients end with `last` and the others by silence. One of
-these throttles: all replicas are full, and the limits refuse nobody. Of the decisions/s, medians over the turns:
-`throttle_ratio` is with the throttle over the same calls without it, `plain_ratio` with it over plain requests.
-`us_p99` is of the decisions with it, `interaction_bytes` what 100,000 open interactions take.
-
 The noise of the machine stands beside them: p50 and p99 of a fixed piece of work, timed in the same way.
 
 Times are CPU time of the thread, of the calls during which no other process took the processor: cold caches after
@@ -40,28 +33,22 @@ import resource
 import statistics
 import sys
 import time
-import tracemalloc
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 
 from router.collector import collect_young_only
 from router.core import Router
 from router.events import Arrive, Done, Event, Load, Place, Query, Removed, Stored, WorkerUp
 from router.placement import PLACEMENTS, build
-from router.throttling import Kind, Throttling
 from sglang_fair.bench import Show, carry_out
-from sglang_fair.cluster.options import USUAL
 from sglang_fair.common.provenance import processor
-from sglang_fair.core.interactions import Interaction, Interactions
-from sglang_fair.core.throttle import Rules
 from sglang_fair.settings import commands
 from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers
 
@@ -75,15 +62,10 @@ IN_FLIGHT_PER_WORKER = 4
 VOCABULARY = 128_000
 DECISIONS_PER_S = 500
 """By the router's clock."""
-CALLS = 4
-"""Of an interaction."""
 FULL_TOKENS = 1_000_000
 """Of the KV cache of a worker, all in use."""
 LOAD_EVERY = 100
 """Decisions between two loads that replicas report."""
-THROTTLE_TURNS = 9
-UNLIMITED = 10**9
-DEFAULT = USUAL
 PROMPT_TOKENS, WORKERS = Numbers(1_000, 10_000, 100_000), Numbers(8, 64)
 
 
@@ -100,7 +82,6 @@ class Setting:
     seed: int
     outstanding: int = 0
     """Other clients, each with a request in flight."""
-    throttle: Kind = "none"
 
     def __post_init__(self) -> None:
         if min(self.prompt_tokens) < 4 * PAGE:
@@ -155,18 +136,12 @@ class Head:
 class Traffic:
     """Seeded events and requests for one number of workers."""
 
-    def __init__(
-        self, seed: int, workers: int, prompt_tokens: Sequence[int], *, interactions: bool = False
-    ) -> None:
-        """`interactions`: a client's requests are calls of them, `CALLS` each."""
-        self._interactions = interactions
+    def __init__(self, seed: int, workers: int, prompt_tokens: Sequence[int]) -> None:
         self._rng = np.random.default_rng([seed, workers])
         self.workers = [f"w{number:02}" for number in range(workers)]
         self.heads = {tokens: [self._head(tokens // 2) for _ in range(HEADS)] for tokens in prompt_tokens}
         self._all = [head for heads in self.heads.values() for head in heads]
         self._requests = 0
-        self._calls: Counter[int] = Counter()
-        """By client."""
 
     def heads_stored(self) -> Iterator[Stored]:
         for head in self._all:
@@ -190,16 +165,7 @@ class Traffic:
         tokens = head.tokens + self._tokens(prompt_tokens - len(head.tokens) // 4)
         self._requests += 1
         client = int(self._rng.integers(CLIENTS))
-        arrive = Arrive(f"{self._requests:032x}", f"client-{client}", tokens, 128)
-        return self._in_its_interaction(arrive, client) if self._interactions else arrive, head
-
-    def _in_its_interaction(self, arrive: Arrive, client: int) -> Arrive:
-        number, call = divmod(self._calls[client], CALLS)
-        self._calls[client] += 1
-        is_last = client % 2 == 0 and call == CALLS - 1
-        return msgspec.structs.replace(
-            arrive, app="app", interaction=str(number), stage="work", last=is_last, begun=call
-        )
+        return Arrive(f"{self._requests:032x}", f"client-{client}", tokens, 128), head
 
     def confirmation(self, arrive: Arrive, head: Head, place: Place) -> Stored:
         """The KV event of a worker that has prefilled the prompt: what it did not cache before."""
@@ -251,13 +217,9 @@ class Clock:
         return len(self.wall_us) - len(self.cpu_us)
 
 
-def filled(
-    placement: str, traffic: Traffic, tree_tokens: int, throttling: Throttling | None = None
-) -> tuple[Router, float]:
+def filled(placement: str, traffic: Traffic, tree_tokens: int) -> tuple[Router, float]:
     """A router whose tree is full, and how many tokens per second of CPU time the events added."""
-    router = Router(
-        build(placement), name=placement, page_size=PAGE, max_tree_tokens=tree_tokens, throttling=throttling
-    )
+    router = Router(build(placement), name=placement, page_size=PAGE, max_tree_tokens=tree_tokens)
     for worker in traffic.workers:
         router.handle(WorkerUp(worker, f"http://{worker}", kv=f"tcp://{worker}"), 0.0)
     clock, tokens = Clock(), 0
@@ -278,9 +240,8 @@ def measure(
     *,
     decisions: int,
     warm_up: int,
-    begun_s: float = 0.0,
 ) -> DecisionTimes:
-    """Times `decisions` decisions, after `warm_up` others. By the router's clock it is `begun_s` at first."""
+    """Times `decisions` decisions, after `warm_up` others."""
     asked, ended = Clock(), Clock()
     flights: deque[str] = deque()
     matched = tokens = 0
@@ -289,7 +250,7 @@ def measure(
         if number == warm_up:
             asked, ended = Clock(), Clock()
             matched = tokens = 0
-        now_s = begun_s + number / DECISIONS_PER_S
+        now_s = number / DECISIONS_PER_S
         arrive, head = traffic.request(prompt_tokens)
         if number % LOAD_EVERY == 0:
             for worker in traffic.workers:
@@ -350,54 +311,6 @@ def measure_events(traffic: Traffic, tree_tokens: int, conversations: int) -> Ev
         tree_tokens=router.tree.tokens,
         nodes=router.tree.nodes,
     )
-
-
-def measure_throttle(setting: Setting) -> dict[str, float]:
-    """What the throttle costs a decision, with the shortest prompts."""
-    tokens, workers = min(setting.prompt_tokens), min(setting.workers)
-    placement = DEFAULT if DEFAULT in setting.placements else setting.placements[0]
-    arms: dict[str, tuple[Router, Traffic]] = {}
-    for arm, kind in (("plain", "none"), ("calls", "none"), ("throttled", setting.throttle)):
-        source = Traffic(setting.seed, workers, setting.prompt_tokens, interactions=arm != "plain")
-        throttling = Throttling(cast(Kind, kind), Rules(UNLIMITED, {"*": UNLIMITED}))
-        arms[arm] = filled(placement, source, setting.tree_tokens, throttling)[0], source
-    decisions = max(100, setting.decisions // 3)
-    warm_up = decisions // 5
-    turns = []
-    for turn in range(THROTTLE_TURNS):
-        begun_s = turn * (decisions + warm_up) / DECISIONS_PER_S
-        turns.append(
-            {
-                arm: measure(*arms[arm], tokens, decisions=decisions, warm_up=warm_up, begun_s=begun_s)
-                for arm in (list(arms) if turn % 2 else reversed(arms))
-            }
-        )
-
-    def over(arm: str) -> float:
-        ratios = (rows["throttled"].decisions_per_s / rows[arm].decisions_per_s for rows in turns)
-        return round(statistics.median(ratios), 4)
-
-    return {
-        "throttle_ratio": over("calls"),
-        "plain_ratio": over("plain"),
-        "us_p99": statistics.median(rows["throttled"].us_p99 for rows in turns),
-        "interaction_bytes": interaction_bytes(),
-    }
-
-
-def interaction_bytes() -> int:
-    """Memory of 100,000 open interactions of 500 clients."""
-    tracemalloc.start()
-    made = Interactions()
-    for client in range(500):
-        for number in range(200):
-            name = Interaction(f"client-{client}", "app", f"{client}-interaction-{number}")
-            made.accept(name)
-            made.end(name)
-    assert len(made) == 100_000
-    taken, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return taken
 
 
 def bytes_per_token(traffic: Traffic, tree_tokens: int) -> float:
@@ -506,13 +419,6 @@ def run(setting: Setting, show: Show) -> dict[str, Any]:
                     f"{placement:18} {workers:>3} workers  {tokens:>7,} tokens  {row.decisions_per_s:>9,.0f}/s  "
                     f"p50 {row.us_p50:.1f} µs, p99 {row.us_p99:.1f}, max {row.us_max:.1f}"
                 )
-    if setting.throttle != "none":
-        record |= measure_throttle(setting)
-        show(
-            f"throttle {setting.throttle}: {record['throttle_ratio']:.3f} of the decisions/s without it, "
-            f"{record['plain_ratio']:.3f} of those of requests without interactions, "
-            f"p99 {record['us_p99']} µs, {record['interaction_bytes'] / 1e6:.1f} MB for 100,000 open interactions"
-        )
     record["machine"]["noise"] = noise()
     show(f"the machine's noise: fixed work takes {record['machine']['noise']} µs")
     record["machine"]["load_after"] = [round(load, 2) for load in os.getloadavg()]
@@ -557,7 +463,6 @@ def main(
     outstanding: Annotated[
         int, Option(min=0, metavar="N", help="Other clients, each with a request in flight.")
     ] = 0,
-    throttle: Annotated[Kind, Option(help="Also what this throttle costs.")] = "none",
 ) -> None:
     """How long one placement decision takes, by placement, prompt length and workers; the tree's events and memory.
 
@@ -572,7 +477,6 @@ def main(
             decisions or (500 if quick else 3_000),
             seed,
             outstanding,
-            throttle,
         )
     except ValueError as error:
         raise Mistake(str(error)) from None

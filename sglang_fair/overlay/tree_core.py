@@ -3,7 +3,7 @@ chooses.
 
 SGLang registers tree cores by name. Ours derives from the Python one and tells the rule what happens to nodes: made,
 divided, free to go, gone. The tree in Rust, SGLang's default, evicts by LRU and says nothing of its nodes, so it cannot
-be asked. What leaving it costs is measured by `sglang-fair bench eviction`.
+be asked. What leaving it costs is in docs/measurements.md.
 
 The rule is had where the cache is the plain one: full attention, on the device alone. With HiCache, an external cache,
 sliding windows, Mamba states, sessions or another policy of eviction SGLang's own order stays, with a line in the log.

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,6 @@ from sglang_fair.engines.bench.scheduler import (
     table,
 )
 from sglang_fair.settings.commands import run
-from tests.support.budget import is_night
 
 
 def row(policy: str, queued: int, step_ms: float) -> StepTimes:
@@ -71,7 +69,6 @@ def test_the_record_s_part_of_a_turn():
         (router.main, ["--placements", "luck"]),
         (queue.main, ["--requests", "0"]),
         (gateway.main, ["--rounds", "0"]),
-        (gateway.main, ["--rates", "0"]),
         (gateway.main, ["--no-such"]),
     ],
 )
@@ -114,29 +111,6 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
     assert "the record for `explain`, of a step with 200 queued" in ended.stderr
     shares = {(row["policy"], row["queued"]): row["cached_tokens_share"] for row in result["rows"]}
     assert shares["dlpm", 200] > 0.3
-
-
-# ---- eviction
-
-
-def eviction(*arguments: str) -> dict[str, Any]:
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", BENCHES["eviction"].module, "--nodes", "1000", *arguments],
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return told
-
-
-@pytest.mark.engine
-@pytest.mark.skipif(not is_night(), reason="minutes of CPU time: at night")
-@pytest.mark.timeout(600)
-def test_eviction_is_timed_on_each_tree(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    told = eviction("--json", str(file))
-    assert told == json.loads(file.read_text())
-    assert [row["core"] for row in told["rows"]] == ["rust", "python", "fair", "lru", "rule"]
 
 
 # ---- how a bench ends

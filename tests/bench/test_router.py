@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from sglang_fair.bench.router import (
-    CALLS,
     PAGE,
     DecisionTimes,
     Traffic,
@@ -40,19 +39,6 @@ def test_a_prompt_is_a_cached_head_and_as_much_of_its_own():
         assert arrive.tokens.startswith(head.tokens)
         assert len(head.tokens) // 4 == prompt_tokens // 2 - prompt_tokens // 2 % PAGE
         assert len(head.hashes) * PAGE * 4 == len(head.tokens)
-
-
-def test_requests_are_calls_of_interactions_that_half_of_the_clients_end():
-    traffic = Traffic(1, 4, LENGTHS, interactions=True)
-    calls: dict[tuple[str, str], list[bool]] = {}
-    for _ in range(3_000):
-        arrive, _ = traffic.request(LENGTHS[0])
-        known = calls.setdefault((arrive.client, arrive.interaction), [])
-        assert arrive.begun == len(known)
-        known.append(arrive.last)
-    whole = [said for said in calls.values() if len(said) == CALLS]
-    assert {tuple(said) for said in whole} == {(False,) * CALLS, (False,) * (CALLS - 1) + (True,)}
-    assert 0.4 < sum(said[-1] for said in whole) / len(whole) < 0.6
 
 
 @pytest.mark.slow

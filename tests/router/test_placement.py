@@ -593,7 +593,7 @@ def test_centralized_dlpm_new_workers_pull_and_what_went_elsewhere_waits_no_more
 
 
 def test_centralized_dlpm_shares_its_queue(monkeypatch):
-    monkeypatch.setattr("router.core.MAX_WAITING", 4)
+    monkeypatch.setattr("router.waiting.MAX_WAITING", 4)
     router = centralized("a", slots=1)
     answers = [router.handle(Arrive(str(number), "flood", b""), 0.0) for number in range(4)]
     assert [len(answer) for answer in answers] == [1, 0, 0, 1]

@@ -25,8 +25,8 @@ PROGRAMS = {
 }
 BENCHES = {
     "scheduler": "json quick policies queued clients prompt-tokens steps seed",
-    "router": "json quick placements prompt-tokens workers tree-tokens decisions seed throttle",
-    "gateway": "json quick rates seconds sglang-router seed",
+    "router": "json quick placements prompt-tokens workers tree-tokens decisions seed",
+    "gateway": "json quick seconds rounds seed",
     "serve": "url api model api-key identity keys workload clients rate concurrency cv input output prefix "
     "paper-scale questions articles trace tokenizer duration warm-up drain timeout connections cost stop-at-eos "
     "temperature seed records json",

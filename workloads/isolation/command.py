@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 from router.placement import PLACEMENTS
 from sglang_fair.bench import Show, carry_out
-from sglang_fair.bench.gateway import DidNotStart
+from sglang_fair.bench.children import DidNotStart
 from sglang_fair.cluster.options import USUAL
 from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core import POLICIES

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_fair.bench.gateway import Children, free_ports, start_theirs, until_served
+from sglang_fair.bench.children import Children, free_ports, start_sglang_router, until_served
 from workloads.clients import client_facts
 from workloads.clusters import Cluster, SpawnCluster, drive, verify
 from workloads.isolation.attacks import Scene
@@ -64,7 +64,7 @@ class Lab:
             try:
                 port, metrics = free_ports(2)
                 engines = [int(url.rpartition(":")[2]) for url in cluster.replicas]
-                router = start_theirs(children, self.sglang_router, port, metrics, engines)
+                router = start_sglang_router(children, self.sglang_router, port, metrics, engines)
                 asyncio.run(until_served(port, _FIRST_REQUEST, router))
                 yield (
                     replace(cluster, gateway=f"http://127.0.0.1:{port}"),
