@@ -77,7 +77,7 @@ nightly: lint ## hours: random tests with their whole budget and new seeds, long
 	$(BIN)/python -m tests.mutants --jobs 2
 
 gate-3.13: $(READY) ## the gate's tests under Debian trixie's Python 3.13, in a folder of its own (needs root)
-	scripts/gate_on_trixie.sh $(BIN)/uv $(GATE) $(PYTEST_ARGS)
+	requirements/gate_on_trixie.sh $(BIN)/uv $(GATE) $(PYTEST_ARGS)
 
 cluster: $(RUNS) ## start replicas, router and gateway; Ctrl-C stops them
 	$(BIN)/sglang-fair cluster --device $(DEVICE) --replicas $(REPLICAS) --model $(MODEL) \

@@ -36,7 +36,7 @@ WRITTEN = sorted(
 )
 EXAMPLES = ("sglang_fair/core/spf.py",)
 """Files that a page tells its reader to write."""
-FOLDERS = ("sglang_fair", "router", "workloads", "tests", "docs", "scripts", "requirements")
+FOLDERS = ("sglang_fair", "router", "workloads", "tests", "docs", "requirements")
 
 every_page = pytest.mark.parametrize("page", WRITTEN)
 

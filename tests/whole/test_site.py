@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import deficit_pictures
-from scripts.site_hooks import on_page_markdown
+from docs import deficit_pictures
+from docs.site_hooks import on_page_markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +55,7 @@ def test_a_link_to_a_file_of_the_repository_names_it() -> None:
 def test_pictures_are_those_of_the_policies() -> None:
     for name, text in deficit_pictures.pictures().items():
         written = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        assert written == text, "run: python -m scripts.deficit_pictures"
+        assert written == text, "run: python -m docs.deficit_pictures"
 
 
 def test_what_the_pictures_show() -> None:

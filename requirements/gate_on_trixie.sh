@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The gate's tests under Python 3.13, which Debian trixie has. `make gate-3.13` calls it.
 #
-#   scripts/gate_on_trixie.sh UV [PYTEST_ARGUMENTS...]
+#   requirements/gate_on_trixie.sh UV [PYTEST_ARGUMENTS...]
 #
 # Debian goes into the folder TRIXIE (.make/trixie), once, by debootstrap; beside it the versions of the locks for that
 # Python, without SGLang and torch, which the gate does not start. Needs root. What is mounted is seen by this script

@@ -1,6 +1,6 @@
 """The pictures of docs/deficit.md: runs of the simulated replica, drawn as SVG that is legible on light and on dark.
 
-    python -m scripts.deficit_pictures        writes docs/deficit-share.svg and docs/deficit-rounds.svg
+    python -m docs.deficit_pictures        writes docs/deficit-share.svg and docs/deficit-rounds.svg
 
 Two clients at one modelled A10G with Llama-3.2-3B: `greedy` keeps 48 requests at the replica, `calm` 16. All prompts of
 a client begin with the same 1,024 tokens. Nothing in a run is random, so the same code writes the same files.
