@@ -58,8 +58,6 @@ def main(
     ] = False,
 ) -> None:
     """Print a model's folder; prepare the model first when it is missing."""
-    die_with_supervisor()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half-made files are removed
     try:
         with showing(name) as say:
             if as_json:
@@ -75,4 +73,6 @@ def main(
 
 
 if __name__ == "__main__":
+    die_with_supervisor()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half-made files are removed
     sys.exit(run(main, "sglang-fair"))
