@@ -5,19 +5,16 @@ Pure, except that a cost or a cost model may be read from a file.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from router.batches.folder import check as check_batches
-from router.gateway import limits, otlp
-from router.gateway.access import proxies
-from router.gateway.access.quota import check_store
+from router.gateway import limits
+from router.gateway.settings import check as check_gateway
 from router.placement import build, parameters, parse_options, plans
 from sglang_fair.cluster import models
-from sglang_fair.common.deadlines import DEFAULT_CLASSES, make_classes
+from sglang_fair.common.deadlines import DEFAULT_CLASSES
 from sglang_fair.common.files import read_json
 from sglang_fair.common.installed import missing_extra
-from sglang_fair.common.interaction import make_apps
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import make_policy
 from sglang_fair.core import options as policy_options
@@ -25,11 +22,11 @@ from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import make_payers
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.throttle import make_rules
-from sglang_fair.settings import protection, setting
+from sglang_fair.settings import setting
+from sglang_fair.settings.program import shared
 from sglang_fair.settings.setting import SettingError as ConfigError
-from sglang_fair.settings.table import FINISH_S, STOCK_PREFIX, Cluster
+from sglang_fair.settings.table import FINISH_S, STOCK_PREFIX, Cluster, Gateway
 from sglang_fair.sim.emulation import Emulation
-from sglang_fair.tenants.file import read as read_tenants
 
 __all__ = ["ConfigError", "Device", "Options", "check"]
 
@@ -164,7 +161,6 @@ def check(options: Options) -> None:
         ("client_weights", lambda: make_policy("dlpm", weights=Weights(options.client_weights))),
         ("quantum", lambda: make_policy("dlpm", quantum=options.quantum)),
         ("limits", lambda: _check_limits(options)),
-        ("apps", lambda: options.apps and make_apps(read_json(options.apps), options.apps)),
         ("policy_options", lambda: _check_policy(options)),
         ("payer", lambda: make_payers(options.payer)),
         (
@@ -172,12 +168,7 @@ def check(options: Options) -> None:
             lambda: build(options.placement_name(), **parse_options(options.placement_options)),
         ),
         ("gateway_options", lambda: limits.parse(options.gateway_options)),
-        ("trusted_proxies", lambda: proxies.parse(options.trusted_proxies or "")),
-        ("limit_store", lambda: check_store(options.limit_store)),
-        ("otlp_traces_endpoint", lambda: otlp.check(options.otlp_traces_endpoint)),
         ("batches", lambda: _check_batches(options)),
-        ("slo_classes", lambda: make_classes(options.slo_classes, "--slo-classes")),
-        ("tenants", lambda: options.tenants and read_tenants(Path(options.tenants))),
     )
     for field, make in checks:
         try:
@@ -191,11 +182,9 @@ def check(options: Options) -> None:
             "--scale-up is for --placement deadline or qlm, which say what is missing", "scale_up"
         )
     _check_extra(options.extra)
-    protection.check_certificate(options)
-    for field in ("host", *(("admin_host",) if options.admin_port is not None else ())):
-        protection.check_address(
-            options, field, is_protected=options.tls_cert is not None, insecure=options.insecure
-        )
+    known = {name: value for name, value in shared(options, Gateway).items() if value is not None}
+    own = {"router": ("tcp://127.0.0.1:1",), "model_name": "default", "tokenizer": "."}
+    check_gateway(Gateway(**known | own))
 
 
 def _check_batches(options: Options) -> None:

@@ -15,9 +15,9 @@ from sglang_fair.cluster.ports import choose
     ("arguments", "content", "words"),
     [
         (["--limits", "FILE"], "{}", "--limits are for --throttle"),
-        (["--throttle", "oit", "--limits", "FILE"], '{"user": 0}', "user must be a whole number"),
+        (["--throttle", "oit", "--limits", "FILE"], '{"user": 0}', "at `$.user`"),
         (["--throttle", "oit", "--limits", "FILE"], '{"low": 0.9, "high": 0.5}', "low must be below high"),
-        (["--throttle", "oit", "--limits", "FILE"], '{"high": 2}', "high must be a number"),
+        (["--throttle", "oit", "--limits", "FILE"], '{"high": 2}', "at `$.high`"),
         (["--throttle", "oit", "--limits", "FILE"], "{", "is not a JSON file"),
         (["--throttle", "oit", "--limits", "/no/such"], "", "cannot read /no/such"),
         (["--apps", "FILE"], '{"a": "chat"}', "must have a list"),
