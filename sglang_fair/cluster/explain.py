@@ -5,9 +5,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from sglang_fair.cluster.status import MOST_GROUPS, fetch
-from sglang_fair.cluster.status import seconds as round_seconds
+from sglang_fair.cluster.status import fetch
 from sglang_fair.common.service_keys import admin_key, bearer
+
+MOST_GROUPS = 6
+"""Before a request's own that are shown."""
 
 TENANT_KEY_VARIABLE = "OPENAI_API_KEY"
 """Where OpenAI's clients have their key."""
@@ -127,12 +129,12 @@ def _standing(standing: Mapping[str, Any], when: str) -> Iterator[str]:
         f"requests" + (f", {swaps} of another model to be loaded" if swaps else "")
     )
     if standing["wait_s"] is not None:
-        wait, likely = round_seconds(standing["wait_s"]), round_seconds(standing["likely_s"])
+        wait, likely = _seconds(standing["wait_s"]), _seconds(standing["likely_s"])
         yield f"  expected to wait {wait}, at most {likely} 99 times in 100"
     for row in standing["before"][:MOST_GROUPS]:
         yield (
             f"    group {row['group']}: {row['model'] or 'the model'}, {row['class']}, tier {row['tier']}, "
-            f"{row['waiting']:,} waiting, {round_seconds(row['slack_s'])} left"
+            f"{row['waiting']:,} waiting, {_seconds(row['slack_s'])} left"
         )
 
 

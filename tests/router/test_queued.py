@@ -32,8 +32,8 @@ from router.placement import build
 from router.placement.contract import Placement, Request, Work
 from router.placement.qlm.search import Answer
 from router.throttling import Throttling
-from sglang_fair.cluster import explain, status
-from sglang_fair.cluster.status import render
+from sglang_fair.cluster import explain
+from sglang_fair.cluster.status import MOST_ROWS, render
 from sglang_fair.core.throttle import PREDICTED_S, make_rules
 from tests.support.budget import examples
 
@@ -276,16 +276,16 @@ def test_status_and_explain_show_queues_in_words() -> None:
     console = Console(width=140, record=True, file=StringIO())
     console.print(render(report))
     text = console.export_text()
-    assert "1 plans asked, 1 answered" in text
-    assert f"queues: {site.core.state()['waiting']} requests wait in" in text
+    queues = site.core.state()["queues"]
+    assert f"queues: groups {queues['groups']}" in text
+    assert "queues, shortage: " in text
+    for name, worker in queues["workers"].items():
+        hidden = len(worker["groups"]) - MOST_ROWS
+        assert f"queues, workers of {name}, groups{f', {hidden} more' if hidden > 0 else ''}" in text
     name = next(str(number) for number in range(60, 0, -1) if str(number) not in site.placed)
     assert "it waits in group" in "\n".join(explain._placement(explained(site, name)))
     site.drain()
     assert ", because" in "\n".join(explain._placement(explained(site, name)))
-    assert status.queue_tables(Router(build("d2lpm"), name="d2lpm").state().get("queues") or {}) == []
-    short = {"least": 1, "models": {"m": 2}, "why": "work", "for_s": 12.0}
-    for more, words in ((2, "2 more replicas"), (None, "no number"), (0, "the replicas that are there")):
-        assert words in status.shortage_text(short | {"more": more})
 
 
 # -- any such placement
