@@ -3,11 +3,9 @@
 A policy's dataclass defines its options and their types (`options_of`); the policy itself checks the values.
 """
 
-from collections.abc import Mapping
-
 from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.common.weights import Weights
-from sglang_fair.core import make_policy, option_values, options_of
+from sglang_fair.core import make_policy, options_of
 from sglang_fair.core.cost import Cost, Linear, describe
 from sglang_fair.core.payers import FIRST
 from sglang_fair.core.policy import Policy
@@ -36,11 +34,6 @@ def make(policy: str, text: str, *, quantum: float | None, weights: Weights) -> 
     ValueError as for `parse`, and for values that the policy rejects.
     """
     return make_policy(policy, quantum=quantum, weights=weights, **parse(policy, text))
-
-
-def shown(policy: Policy) -> Mapping[str, Option]:
-    """All options of `policy` with their current values."""
-    return option_values(policy)
 
 
 def check_together(policy: Policy, cost: Cost, payer: str) -> None:

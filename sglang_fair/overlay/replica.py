@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import nlargest
 from typing import Any
 
+from sglang_fair.core import option_values
 from sglang_fair.core.job import Job
-from sglang_fair.core.options import shown
 from sglang_fair.core.preemption import Missing, Preemption, Runner
 from sglang_fair.core.waits import BATCH, PROMPTS
 from sglang_fair.overlay import tree_core
@@ -188,7 +188,7 @@ class ReplicaFairness(Books):
             "policy": self.policy_name,
             "config": {
                 "quantum": getattr(policy, "quantum", None),
-                "options": dict(shown(policy)),
+                "options": dict(option_values(policy)),
                 "extend_weight": self.config.cost.extend_weight,
                 "output_weight": self.config.cost.output_weight,
                 "client_weights": dict(self.config.client_weights or {}),

@@ -6,8 +6,8 @@ import pytest
 
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.common.weights import Weights
-from sglang_fair.core import POLICIES
-from sglang_fair.core.options import make, parse, shown
+from sglang_fair.core import POLICIES, option_values
+from sglang_fair.core.options import make, parse
 from sglang_fair.engines import replica
 from sglang_fair.models import catalog as models
 from sglang_fair.overlay.config import SETTINGS
@@ -16,10 +16,10 @@ from sglang_fair.overlay.config import SETTINGS
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_policy_runs_with_can_be_said_again(policy: str) -> None:
     default = make(policy, "", quantum=2000, weights=Weights())
-    said = {option: value for option, value in shown(default).items() if value is not None}
+    said = {option: value for option, value in option_values(default).items() if value is not None}
     text = ", ".join(f"{option} = {value}" for option, value in said.items())
     assert parse(policy, text) == said
-    assert shown(make(policy, text, quantum=2000, weights=Weights())) == shown(default)
+    assert option_values(make(policy, text, quantum=2000, weights=Weights())) == option_values(default)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import argparse
 
 import pytest
 
-from sglang_fair.core import POLICIES
+from sglang_fair.core import POLICIES, option_values
 from sglang_fair.core.cost import Cost, Linear, Profiled, Quadratic, Tiered
-from sglang_fair.core.options import shown
 from sglang_fair.overlay import config
 
 BAD_REQUESTS: tuple[tuple[object, str], ...] = (
@@ -113,7 +112,7 @@ def test_a_policys_own_options_reach_it() -> None:
     environ: dict[str, str] = {}
     adopt(["--schedule-policy", "vtc-noisy", "--fair-options", "noise_percent=12.5, seed=7"], environ)
     policy = config.read(environ).policy("vtc-noisy")
-    assert shown(policy) == {"remembered_clients": 10_000, "noise_percent": 12.5, "seed": 7}
+    assert option_values(policy) == {"remembered_clients": 10_000, "noise_percent": 12.5, "seed": 7}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from router.placement import PLACEMENTS
-from sglang_fair.core import POLICIES, make_policy, options, options_of
+from sglang_fair.core import POLICIES, make_policy, option_values, options, options_of
 from sglang_fair.core.admission import Admission
 from sglang_fair.core.cost import COSTS, make_cost
 from sglang_fair.core.job import Job
@@ -81,7 +81,7 @@ def test_the_table_of_placements_names_each_of_them():
 @every_policy
 def test_knobs_are_the_policys_with_their_defaults(name):
     policy = make_policy(name)
-    expected = {option: written(value) for option, value in options.shown(policy).items()}
+    expected = {option: written(value) for option, value in option_values(policy).items()}
     if "quantum" in {field.name for field in fields(policy)}:
         expected["quantum"] = written(policy.quantum)
     if policy.weights is not None:

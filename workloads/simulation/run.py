@@ -11,7 +11,7 @@ from random import Random
 from typing import assert_never
 
 from router.events import TOKEN_BYTES
-from sglang_fair.core.options import shown
+from sglang_fair.core import option_values
 from sglang_fair.sim.replica import SimRequest
 from workloads.clients import Client, client_facts
 from workloads.programs import Outcome, Reply
@@ -65,7 +65,7 @@ def describe(
             "parameters": site.make_router().state()["parameters"],
             "policy": policy.name,
             "quantum": getattr(policy, "quantum", None),
-            "options": dict(shown(policy)),
+            "options": dict(option_values(policy)),
         },
         case={"engine": "simulated", "site": asdict(site), "plan": asdict(plan)},
     )
