@@ -253,16 +253,6 @@ def test_held_jobs_come_back_in_order_and_may_leave(name):
 
 
 @every_policy
-def test_one_held_job_does_not_hide_its_clients_others(name):
-    script = Script(make(name), 0)
-    first, second = script.arrive("a"), script.arrive("a")
-    script.hold(first)
-    assert script.pick() is second
-    script.abort(first)
-    assert script.pick() is second
-
-
-@every_policy
 def test_a_longer_prefix_changes_the_order_only_where_locality_counts(name):
     script = Script(make(name), 0)
     first, second = script.arrive("a"), script.arrive("a")

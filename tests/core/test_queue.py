@@ -184,16 +184,6 @@ def test_a_prompt_retracted_between_its_chunks_is_paid_for_by_its_client():
     assert queue.account.largest.ever.prompt_tokens == 100
 
 
-def test_retracted_requests_wait_in_order_of_arrival():
-    queue = new_queue(Vtc())
-    jobs = [admit(queue, arrive(queue, id)) for id in "123"]
-    arrive(queue, "4")
-    for job in reversed(jobs):
-        queue.retract(job)
-    assert offers(queue) == ["1", "2", "3", "4"]
-    assert [job.id for job in queue.waiting()] == ["1", "2", "3", "4"]
-
-
 def test_a_retracted_request_may_be_aborted_or_passed_over():
     queue = new_queue(Vtc())
     one, two = (admit(queue, arrive(queue, id)) for id in "12")
@@ -207,17 +197,6 @@ def test_a_retracted_request_may_be_aborted_or_passed_over():
     queue.leave("2")
     assert offers(queue) == []
     assert (queue._clients, queue.policy.counters()) == ({}, {})
-
-
-def test_a_client_whose_only_request_was_retracted_is_not_forgotten():
-    queue = new_queue(Dlpm(quantum=10))
-    arrive(queue, "1")
-    queue.begin_pass()
-    job = admit(queue, queue.next(), extend=50)
-    queue.retract(job)
-    arrive(queue, "2", "b")
-    queue.leave("2")
-    assert queue.policy.deficit("a") == -40
 
 
 # ---- the server's own work
@@ -254,13 +233,6 @@ def test_looking_up_a_held_probe_does_not_make_it_a_clients_job(name):
 
 
 # ---- what else
-
-
-def test_output_of_a_request_that_does_not_run_is_refused():
-    queue = new_queue(Vtc())
-    job = arrive(queue, "1")
-    with pytest.raises(ValueError, match="request 1 does not run"):
-        queue.account.emit(job, 1)
 
 
 @pytest.mark.parametrize("name", ["vtc", "drr", "dlpm"])
@@ -421,14 +393,6 @@ def test_what_the_bound_remembers_is_bounded():
         admit(queue, job, extend=10)
         queue.finish(str(number))
     assert len(queue.account.largest._alive) < 200
-
-
-def test_the_largest_owed_output_shrinks_with_what_was_made():
-    queue = new_queue(Vtc())
-    job = admit(queue, arrive(queue, "1", max_output_tokens=30))
-    queue.account.emit(job, 25)
-    admit(queue, arrive(queue, "2", max_output_tokens=20))
-    assert queue.account.largest_owed_tokens == 30
 
 
 @ordered

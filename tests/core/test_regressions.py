@@ -182,22 +182,6 @@ class TestSpeculation:
         assert "differ after a result was processed" in caplog.text
 
 
-def test_6_a_newcomer_does_not_wait_until_everybody_has_used_up_a_quantum() -> None:
-    """Ten clients with deep queues and a quantum of a hundred requests each. One more comes and goes first, though it
-    finds nothing cached. In the paper it waits for all of theirs."""
-    for newcomers in (4, 0):
-        queue = FairQueue(make_policy("dlpm", quantum=1000, newcomers=newcomers))
-        for client in range(10):
-            for number in range(200):
-                queue.arrive(Job(f"{client}-{number}", f"client{client}", prompt_tokens=10))
-        assert len({serve(queue).client for _ in range(50)}) == (10 if newcomers else 1)
-        queue.arrive(Job("new", "newcomer", prompt_tokens=10))
-        before = 0
-        while serve(queue).client != "newcomer":
-            before += 1
-        assert before == 0 if newcomers else before >= 10 * 100 - 50
-
-
 def serve(queue: FairQueue) -> Job:
     """Admit the next request and compute its prompt."""
     queue.begin_pass()

@@ -256,17 +256,6 @@ def test_new_names_do_not_dilute_the_share_of_those_who_run() -> None:
     assert made.worst_s <= SLACK_S
 
 
-def test_weights_are_shares_of_the_time() -> None:
-    weights = Weights({"victim": 3.0})
-    made = Engine(Steps(STALL_S, weights), [replace(VICTIM, weight=3.0), TRICKLE], seed=0).run(1500)
-    assert made.prefills_s == pytest.approx(made.now_s / 4, rel=0.15)
-    weights.set("victim", 1.0)
-    made.steps.reweigh("victim")
-    before_s, prefilled_s = made.now_s, made.prefills_s
-    made.run(1500)
-    assert made.prefills_s - prefilled_s == pytest.approx((made.now_s - before_s) / 2, rel=0.1)
-
-
 def test_a_heavy_client_that_was_here_leaves_the_others_their_shares() -> None:
     """Its weight is larger than a sum that has theirs as well can show."""
     steps = Steps(STALL_S, Weights({"gold": 1e17}))

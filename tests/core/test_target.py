@@ -426,17 +426,6 @@ def test_a_target_that_no_step_can_meet_starves_nobody() -> None:
     assert not made.running
 
 
-def test_names_are_clients() -> None:
-    """Who splits itself into names that run as much as others do is not held back: none of them is above its share."""
-    split = Sender("x", waiting=200, names=200, output_steps=(10**6, 10**6))
-    one = Sender("light", output_steps=(10**6, 10**6))
-    made = Engine([split, one]).run(1)
-    made.senders = []
-    made.run(50)
-    assert made.steps.held_back == 0
-    assert made.count("x") == 200
-
-
 def test_weights_are_shares_of_those_that_run() -> None:
     steps = Steps(STALL_S, weights := Weights({"a": 3.0}), target_s=TARGET_S)
     for client in "aaab":
