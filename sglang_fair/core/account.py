@@ -1,4 +1,4 @@
-"""What the running requests of one replica cost, and whom it is charged to.
+"""What the running requests of one replica cost, and which client is charged for it.
 
     event                       books (ledger)                      policy (counters)
     begin: admitted             extend and cached tokens            charge, with the predicted output
@@ -35,7 +35,7 @@ class Account:
     policy: Policy
     cost: Cost = field(default_factory=Linear)
     payers: Payers | None = None
-    """Splits the price of a prefix among the clients that share it. None: whoever computes it pays it all."""
+    """Splits the price of a prefix among the clients that share it. None: the client that computes it pays it all."""
     present: Container[str] = ()
     """Clients with a waiting or running request; kept by the queue. The policy may forget all others."""
     backlogs: Callable[[], tuple[int, int]] = lambda: (1, 0)
@@ -159,13 +159,13 @@ class Account:
     def retract(self, job: Job) -> None:
         """The engine took `job` back. What was computed of it will be computed again, at the server's expense; what was
         not, because it stopped between two chunks of its prompt, is its client's as before."""
-        self._stop(job)
+        self._remove_running(job)
         job.retractions += 1
         job.repeating = True
 
     def end(self, job: Job) -> None:
         """`job` ended, by itself or by abort. What it got stays charged."""
-        self._stop(job)
+        self._remove_running(job)
         self.settle(job)
         if not job.system:
             if units := self._withheld.pop(job.id, 0.0):
@@ -177,7 +177,7 @@ class Account:
         predictor = self.policy.predictor
         if predictor is None or job.system:
             return
-        unused = self._ahead(job)
+        unused = self._precharged_units(job)
         job.predicted_tokens = 0
         self._charge_ahead(job, -unused)
         if job.max_output_tokens:
@@ -205,7 +205,7 @@ class Account:
             own.forget(lambda name: name in self.present or self.policy.owes(name))
         return changed
 
-    # ---- what people read
+    # ---- what is read
 
     def bound(self) -> float | None:
         """The policy's guarantee for every interval since the start, with the largest prompt and the largest owed
@@ -235,7 +235,7 @@ class Account:
 
     def _compute(self, job: Job, tokens: int, predicted: int = 0) -> None:
         start, job.reached_tokens = job.reached_tokens, job.reached_tokens + tokens
-        again = self._again(job, start)
+        again = self._recomputed_tokens(job, start)
         if again:
             self.ledger.record(SYSTEM, extend=again)
             if self.payers is not None:
@@ -252,7 +252,7 @@ class Account:
         prompt_tokens = (job.extend_tokens + job.cached_tokens) * job.scale
         self.largest.include(job.client, Extremes(job.extend_tokens, prompt_tokens, input_units))
 
-    def _again(self, job: Job, start: int) -> int:
+    def _recomputed_tokens(self, job: Job, start: int) -> int:
         """How many of the tokens from `start` to `job.reached_tokens` are the server's: all of its own work, and of a
         retracted request all that it had before. Its own outputs, which follow the prompt then, are among those."""
         tokens = job.reached_tokens - start
@@ -286,7 +286,7 @@ class Account:
         """Enter what was served and return its cost. The policy is charged that, corrected by what the predicted
         output changes: the sum of its charges is always the cost after the prediction, or after the output if that
         is longer. A policy with prices of its own is charged those, and does not predict."""
-        cost, ahead = self._cost(job), self._ahead(job)
+        cost, ahead = self._cost(job), self._precharged_units(job)
         priced = self._priced(job)
         job.extend_tokens += extend
         job.output_tokens += output
@@ -295,7 +295,10 @@ class Account:
         served = self._cost(job) - cost
         self.ledger.record(job.client, extend=extend, output=output, cached=cached, service=served)
         self._swing.charged(job.client, served)
-        self._tell(job, self._priced(job) - priced if self._has_prices else served + self._ahead(job) - ahead)
+        self._charge_policy(
+            job,
+            self._priced(job) - priced if self._has_prices else served + self._precharged_units(job) - ahead,
+        )
         return served
 
     def _priced(self, job: Job) -> float:
@@ -310,14 +313,16 @@ class Account:
         """Their weights change within."""
         ahead = []
         if self.policy.predictor is not None:
-            ahead = [(job, self._ahead(job)) for job in self.running.values() if job.client in clients]
+            ahead = [
+                (job, self._precharged_units(job)) for job in self.running.values() if job.client in clients
+            ]
         for job, units in ahead:
             self._charge_ahead(job, -units)
         yield
         for job, units in ahead:
             self._charge_ahead(job, units)
 
-    def _tell(self, job: Job, units: float) -> None:
+    def _charge_policy(self, job: Job, units: float) -> None:
         """Charge the policy, in its own units."""
         if self.policy.charges_at_end:
             self._withheld[job.id] += units * job.scale
@@ -330,7 +335,7 @@ class Account:
 
     def _charge_ahead(self, job: Job, units: float) -> None:
         if units:
-            self._tell(job, units)
+            self._charge_policy(job, units)
 
     def _predict(self, job: Job) -> int:
         """Output tokens to charge at admission: none without a predictor."""
@@ -342,7 +347,7 @@ class Account:
     def _cost(self, job: Job) -> float:
         return self.cost(job.extend_tokens, job.output_tokens, job.cached_tokens)
 
-    def _ahead(self, job: Job) -> float:
+    def _precharged_units(self, job: Job) -> float:
         """Units charged for predicted output that is not made yet."""
         if job.predicted_tokens <= job.output_tokens:
             return 0.0
@@ -369,7 +374,7 @@ class Account:
         if self.policy.weights is not None:
             self.policy.weights.settle(matters, anew)
 
-    def _stop(self, job: Job) -> None:
+    def _remove_running(self, job: Job) -> None:
         del self.running[job.id]
         if not job.system:
             client = job.client

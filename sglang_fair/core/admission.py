@@ -11,7 +11,7 @@ are the engine's to judge. Everything else about a candidate is decided here:
     eviction      which running requests are taken back for a more urgent one, if the policy has that (`preemption`)
     target        all requests of a client above its share of those that run are passed over while these would take
                   longer than the target (`Steps.holds_back`); the server's own and retracted ones never are
-    places        the same where the places that are left are others' (`Steps.crowds_out`), if nobody is due
+    places        the same where the places that are left are others' (`Steps.crowds_out`), if none is due
 
 The engine is reached through one function, `match`. The engine, or what models it, calls:
 
@@ -26,7 +26,7 @@ The engine is reached through one function, `match`. The engine, or what models 
     candidates                  for each of them
       confirm                     the engine matched it: is it still the one to admit?
       admit                       it fits: it is in the batch
-    end_pass                    nobody else is: because of what?
+    end_pass                    no other one is: because of what?
     computed                    the batch is done: its tokens are in the cache
     step                        a step is over: how long it took
     finish                      a running request ended
@@ -243,8 +243,8 @@ class Admission:
         self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
 
     def end_pass(self, cause: str | None) -> None:
-        """A batch was formed, or could not be. `cause` is why the engine admitted nobody else (`waits`); None: it was
-        offered nobody else."""
+        """A batch was formed, or could not be. `cause` is why the engine admitted no other request (`waits`); None:
+        it was offered none."""
         found = cause or (RUNNING if self._held else STEP if self._deferrals_left else PREFIX)
         for listener in self.listeners:
             listener.end_pass(found)

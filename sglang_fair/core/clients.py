@@ -95,7 +95,7 @@ class ClientQueues:
         self._with_held[job.client] = None
 
     def set_aside(self, client: str) -> None:
-        """None of the jobs of `client`, which waits, is its head until `release`. O(1)."""
+        """Skip this waiting client until `release`. O(1)."""
         self._aside[client] = None
 
     def release(self) -> Iterable[str]:

@@ -1,7 +1,7 @@
 """DLPM, deficit longest prefix match: LPM order among the clients that have not used up their quantum.
 
 Each client has a deficit counter q; while it is positive the client's requests may be admitted. Extend and output
-tokens are charged to it; cached tokens are free, whoever computed them. When every client with a waiting request has
+tokens are charged to it; cached tokens are free, also those that others computed. When every client with a waiting request has
 used up its quantum, rounds pass until one of them is positive again: in each round every known client with q <= 0,
 waiting or not, gets one quantum (DLPM, Algorithm 1). Debts survive leaving; credit never exceeds Q^u.
 
@@ -141,7 +141,7 @@ class Dlpm(ByClient):
         while (client := self._ready.first()) is None:
             held = list(self._queues.held_clients())
             if not self._parked or any(self._eligible_from(client) <= self._round for client in held):
-                return None  # nobody waits, or only clients that are positive and held: no refill is due
+                return None  # none waits, or only clients that are positive and held: no refill is due
             poorest = self._parked.first()
             assert poorest is not None
             self._round = min(self._eligible_from(client) for client in (poorest, *held))

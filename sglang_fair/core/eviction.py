@@ -14,7 +14,7 @@ all clients `MEMORY` times the capacity. Ages are counted in tokens, so that all
 
 Bound: if all clients hold H tokens and their weights add up to W, step 2 takes nothing that a client claims which holds
 at most (1 - SLACK) H w / W. H and W are those of the last reading of the level. Clients without cached tokens do not
-affect the threshold. Proof, and what it is worth against whom: docs/policies.md, "The cache".
+affect the threshold. Proof, and what it is worth: docs/policies.md, "The cache".
 
 A piece costs O(log n), reading the heights O(clients).
 """
@@ -31,7 +31,7 @@ SLACK = 0.125
 at being the greatest, and lets recency decide between them."""
 
 MEMORY = 8.0
-"""A claim lapses when the cache has stored so many times its capacity since its last use, whoever did."""
+"""A claim lapses when the cache has stored so many times its capacity since its last use, for any client."""
 
 REFRESH = 1 / 64
 """The level is computed anew when so much of the capacity has been stored."""
@@ -177,7 +177,7 @@ class _Claim:
 
 
 NO_CLAIMS: dict[_Holder, _Claim] = {}
-"""Shared by all pieces that nobody claims. Never written to."""
+"""Shared by all pieces that no client claims. Never written to."""
 
 
 class FairEviction(LeastRecentlyUsed):
@@ -197,7 +197,7 @@ class FairEviction(LeastRecentlyUsed):
         self._moments: deque[_Moment] = deque([_Moment(0, 0)])
         """Oldest first. The last one is now."""
         self._level = self._fair_level = 0.0
-        """The second one until nobody above that has a free leaf, and again when somebody has."""
+        """The second one until no client above that has a free leaf, and again when one has."""
         self._valid_until = 0.0
         """The level is computed anew when so much has been stored."""
         self._above: LazyHeap[_Holder] = LazyHeap()
@@ -294,7 +294,7 @@ class FairEviction(LeastRecentlyUsed):
             self._end(claim)
         piece.claims = NO_CLAIMS
 
-    # ---- who holds what
+    # ---- what clients hold
 
     def _lapse(self) -> None:
         """End the claims that were last used too long ago."""
@@ -332,10 +332,10 @@ class FairEviction(LeastRecentlyUsed):
             del self._holders[holder.client]
             self._above.discard(holder)
 
-    # ---- who is next
+    # ---- what is next
 
     def _list(self, piece: Piece) -> None:
-        """Put a leaf into the order of whoever of those that claim it holds least."""
+        """Put a leaf into the order of the claiming client that holds least."""
         if not piece.claims:
             self._put(piece, self._leaves)
             return
@@ -400,7 +400,7 @@ class FairEviction(LeastRecentlyUsed):
         self._lately = self._capacity * (1 - above / max(1e-9, sum(h.weight for h in self._holders.values())))
 
     def _lower(self) -> bool:
-        """Nobody above the level has a free leaf: halve it, or more, so that somebody else is above. False if all
+        """No client above the level has a free leaf: halve it, or more, so that another one is above. False if all
         are."""
         below = max((h.height for h in self._holders.values() if h.height <= self._level), default=None)
         if below is None:

@@ -1,7 +1,7 @@
 """Which calls belong together: the interactions that are under way.
 
 An interaction is all calls to the model behind one answer to a user (FairServe, section 2), named by (client, app, id).
-Whoever cuts one in the middle wastes what its earlier calls cost, so a call of an interaction under way is never
+To cut one in the middle wastes what its earlier calls cost, so a call of an interaction under way is never
 refused. A call without an id is an interaction by itself.
 
     opened     by its first accepted call
@@ -130,7 +130,7 @@ class Interactions:
         return open_.promise
 
     def promised(self, name: Interaction) -> Promise | None:
-        """What would hold for another call of it; None: it would be the first, or nobody has promised anything."""
+        """What would hold for another call of it; None: it would be the first, or nothing was promised."""
         open_ = self._find(name)
         return None if open_ is None or open_.calls >= self.most_calls else open_.promise
 

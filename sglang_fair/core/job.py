@@ -38,7 +38,7 @@ class Job:
     call: int = 1
     """Its number in its interaction, from 1 (`interactions`)."""
     deadline_s: float | None = None
-    """When its first token is due, by the clock of the engine; None: nobody has promised anything."""
+    """When its first token is due, by the clock of the engine; None: nothing was promised."""
     slo_class: str = ""
     """By which promise (`common.deadlines`)."""
     tier: int = 0

@@ -83,7 +83,7 @@ class Largest:
         """Forget what matters no more. `matters`: whether a client runs or owes. `oldest` is the oldest backlog that
         lasts, `latest` + 1 if there is none, and `latest` the latest that has begun.
 
-        Returns whether nobody waits any more who waited when it last returned True.
+        Returns whether no client waits any more that waited when it last returned True.
         """
         self._admissions = 0
         for client in [client for client in self._alive if not matters(client)]:

@@ -19,7 +19,7 @@ from sglang_fair.core.vtc import Vtc
 
 @dataclass
 class Lcf(Vtc):
-    """Smallest counter first, nobody is lifted."""
+    """Smallest counter first, no client is lifted."""
 
     name: ClassVar[str] = "lcf"
     shares_steps: ClassVar[bool] = False

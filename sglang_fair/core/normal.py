@@ -8,7 +8,7 @@
 A pair is known from `ENOUGH` calls on. Before, its app counts; then all calls; then `FIRST_EXTEND_TOKENS` and
 `FIRST_OUTPUT_TOKENS`.
 
-Promise to whoever shares an app: of n clients of a pair (up to `PAIR_CLIENTS`), one moves its weight by 1/n of the
+Promise to those that share an app: of n clients of a pair (up to `PAIR_CLIENTS`), one moves its weight by 1/n of the
 clamp at most, whatever it sends. For that each client's own mean is clamped before they are averaged, and the usual is
 the median of all clients, not their mean, which one client could carry away: the median, and the clamp with it, is
 never farther than the next client in the order of what their calls cost. Known leak: k invented names are k clients.

@@ -52,7 +52,7 @@ class Policy(ABC):
 
     shares_steps: ClassVar[bool] = False
     """Clients that run have a share of the engine's time beside those whose prompts are computed (`steps`). Not for the
-    baselines, under which whoever sends most gets most."""
+    baselines, under which the client that sends most gets most."""
 
     keeps_places: ClassVar[bool] = False
     """Where room is short, a client that has more requests running than others that wait is set aside for these
@@ -115,7 +115,7 @@ class Policy(ABC):
     def set_aside(self, client: str) -> None:
         """Pass all jobs of `client`, which waits, over until `release`. It keeps its turn, so that the bound holds:
         others go on as far as they might while all its jobs are held. Only for policies that share steps."""
-        raise NotImplementedError(f"{self.name} sets nobody aside")
+        raise NotImplementedError(f"{self.name} sets no client aside")
 
     @abstractmethod
     def release(self) -> None:
@@ -208,7 +208,7 @@ class Learns(Protocol):
 
 
 DEFAULT_QUANTUM = 2000.0
-"""Service units that a client gets at a time where nobody says otherwise."""
+"""Service units that a client gets at a time by default."""
 
 LEAST_QUANTUM = 1e-6
 """Smallest quantum, in service units: so far below the cost of one token that a smaller one changes no order, and large

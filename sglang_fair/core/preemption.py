@@ -1,25 +1,25 @@
-"""Eviction of running requests: whom an engine takes back so that another request meets its deadline.
+"""Eviction of running requests: which ones an engine takes back so that another one meets its deadline.
 
 The engine keeps what it has computed of them (`overlay.preempt`), so they go on where they stopped, and wait again as
 others of their client do, with no precedence.
 
-    for whom   the request that is next by the policy, if it is of tier 0, is promised a first token by some time, does
+    for which  the request that is next by the policy, if it is of tier 0, is promised a first token by some time, does
                not fit, and would not make it otherwise: if it waited for those that run to end, and its prompt were
                then computed, its deadline would be over. One that is late already gains nothing by it. One that has
-               written has had its first token, and needs nobody to go
-    whom       requests of tier 1, and those of other clients that owe: they have used up their quantum, so a flood
+               written has had its first token, and needs no room
+    which      requests of tier 1, and those of other clients that owe: they have used up their quantum, so a flood
                that is alone in its share (tier 0) makes room for others too, however long it is overdue. Then such of
                tier 0 that are due `LATER_S` or more after it: batch work makes room for chats, and chats do not take
                one another back
     never      one that was taken back `most` times, one whose prompt is not computed, the server's own
-    how many   the least that suffices: none of them can be spared. If all together do not suffice, nobody
+    how many   the least that suffices: none of them can be spared. If all together do not suffice, none
     in order   tier 1 and those that owe first, then largest slack, then the latest arrival
 
-A request that is taken back has written, so it takes nobody back. So there are no circles, and no request is taken
+A request that is taken back has written, so nothing is taken back for it. So there are no circles, and no request is taken
 back more than `most` times.
 
 When those that run end is not known: each is taken to make the output that it announced, and what it may at most once
-that is over. How long a decode step and a prompt token take is measured (`step`); before that, nobody is taken back.
+that is over. How long a decode step and a prompt token take is measured (`step`); before that, none is taken back.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,7 +56,7 @@ class Missing:
     """Among those that may run at once."""
 
 
-def _nobody(client: str) -> bool:
+def _none_owes(client: str) -> bool:
     return False
 
 
@@ -65,7 +65,7 @@ class Preemption(Listener):
     """Chooses. `most`: how often one request may be taken back. `owes`: whether a client has used up its quantum."""
 
     most: int
-    owes: Callable[[str], bool] = _nobody
+    owes: Callable[[str], bool] = _none_owes
     evictions: int = field(default=0, init=False)
     """How many were taken back."""
     _times: dict[Job, int] = field(default_factory=dict, init=False, repr=False)
@@ -90,7 +90,7 @@ class Preemption(Listener):
         return job.tier == 0 and job.deadline_s is not None and not job.system and not job.output_tokens
 
     def choose(self, job: Job, missing: Missing, running: Sequence[Runner], now_s: float) -> list[Job]:
-        """Whom to take back for the waiting `job`, in this order; nobody if it need not be, or if it would not help.
+        """Which ones to take back for the waiting `job`, in this order; none if it need not be, or if it would not help.
         `running` are all that run. O(running log running)."""
         if not self.may_take_back(job) or not self._would_miss(job, missing, running, now_s):
             return []

@@ -59,9 +59,9 @@ class FairQueue:
         self._arrivals = 0
         self._backlogs = 0
         self.reweighed: list[Callable[[str], None]] = []
-        """Called with each client whose weight has changed: for what remembers weights besides the policy."""
+        """Called with each client whose weight has changed."""
 
-    # ---- who waits
+    # ---- what waits
 
     def tick(self, now_s: float) -> None:
         """It is `now_s`, by a clock that never goes back. Call it before `refuses` and `begin_pass`."""
@@ -119,7 +119,7 @@ class FairQueue:
         for tell in self.reweighed:
             tell(client)
 
-    # ---- who goes next
+    # ---- what goes next
 
     def begin_pass(self) -> None:
         """The engine starts to form a batch: every waiting request may be picked again."""
@@ -129,7 +129,7 @@ class FairQueue:
         self._first_held.clear()
 
     def next(self) -> Job | None:
-        """The request to try next; None if nobody should be added in this pass."""
+        """The request to try next; None if none should be added in this pass."""
         return self._first.first() or self.policy.pick()
 
     def hold(self, job: Job) -> None:
@@ -145,7 +145,7 @@ class FairQueue:
         before all others."""
         self.policy.set_aside(client)
 
-    # ---- who runs
+    # ---- what runs
 
     def admit(
         self, job: Job, *, extend_tokens: int, cached_tokens: int, path: Sequence[Hashable] = ()
@@ -177,7 +177,7 @@ class FairQueue:
         self._take_back(job)
         self.policy.arrive(job)
 
-    # ---- what people and tests read
+    # ---- what is read
 
     def waiting(self) -> Iterable[Job]:
         """In order of arrival."""

@@ -177,7 +177,7 @@ class Steps:
         self._tokens = TokenTimes()
         self._chunks = Chunks(stall_s)
 
-    # ---- who is here
+    # ---- which clients are here
 
     def tick(self, now_s: float) -> None:
         """It is `now_s`."""
@@ -376,7 +376,7 @@ class Steps:
             self.largest_lag_s = max(self.largest_lag_s, present.lag_s)
             self._sort(client, present)
 
-    # ---- what people read
+    # ---- what is read
 
     @property
     def bound_s(self) -> float:

@@ -9,13 +9,13 @@ has had as many of its app as the app allows; else accepted.
                 below `low`, and not if it has been silent for `SILENT_S`; a cluster is if all its replicas are.
                 Where deadlines are planned, it also is while they will be missed within clients' shares
     counts      calls in a sliding minute. "accepted": those that were let in, so that a client which tries again
-                locks nobody out. "arrivals": all that came, as the paper's text has it
+                locks no other one out. "arrivals": all that came, as the paper's text has it
     siblings    further calls of an interaction whose first call was refused are refused until that might come again,
                 or half an interaction would get in
 
 What is promised: nothing is refused without overload. A call of an interaction under way is never refused. While the
 cluster is overloaded, a client is let in with at most its limit of first calls a minute, whatever it sends. A client
-below its limits is never refused. Other clients' calls count against nobody, unless `app_total` is set.
+below its limits is never refused. No client's calls count against another one, unless `app_total` is set.
 
 Each decision costs O(log clients). Pure: the times come from the caller, and never go back.
 

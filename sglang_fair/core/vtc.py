@@ -64,7 +64,7 @@ class Vtc(ByClient):
         self._seat(job.client)
 
     def pick(self) -> Job | None:
-        """The first request of the client with the smallest counter. While that is set aside, nobody is offered whose
+        """The first request of the client with the smallest counter. While that is set aside, none is offered whose
         counter is larger: its own grows as its requests run."""
         client = self._turn.first()
         if client is None or self._counter[client] > min(

@@ -9,7 +9,7 @@ the paper's text has 1, 2, 1 (`literal`), and argues as if for ours.
 keeps interactions open then starves the others. Here such a call goes first only while its client's counter is at most
 `lead` above the smallest of those who wait; `lead` = inf is the paper's rule, and 0 leaves WSC without it.
 
-Unit of fairness: normalised service, in average calls. While the smallest counter waits, nobody is admitted whose
+Unit of fairness: normalised service, in average calls. While the smallest counter waits, no client is admitted whose
 counter is more than `lead` above it, and what it is charged later was running then: counters of clients that wait
 differ by U + lead at most, U the normalised cost of the requests that fit a batch, and what two backlogged clients
 received by 2·(U + lead). With `lead` = inf there is no bound.

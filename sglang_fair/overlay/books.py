@@ -169,13 +169,13 @@ class Books:
         self.config = self.config.with_weights(weights)
         self.queue.set_weights(weights)
 
-    # ---- who waits
+    # ---- what waits
 
     @guarded
     def refuses(self, request: Any) -> str | None:
         """Why a request that is about to join the waiting queue may not, in the policy's words; None: it may.
 
-        Nobody is asked about a request that SGLang has found invalid, for SGLang ends it itself, nor about one that
+        None for a request that SGLang has found invalid, for SGLang ends it itself, and for one that
         was taken back from the batch, which is not new.
         """
         if not self.orders or request.to_finish or self._requests.job(request) is not None:

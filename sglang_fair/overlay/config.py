@@ -16,7 +16,7 @@ from sglang_fair.common.interaction import Apps, make_apps
 from sglang_fair.common.weights import MOST_WEIGHT, Weights
 from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
-from sglang_fair.core.cost import Cost, Linear, describe, make_cost
+from sglang_fair.core.cost import Cost, Linear, make_cost
 from sglang_fair.core.payers import FIRST, make_payers
 from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms, checked_target_tpot_ms
@@ -41,8 +41,6 @@ SETTINGS: Mapping[str, Setting] = {
     name: setting for name, setting in settings_of(Fairness).items() if setting.argument
 }
 """The settings that SGLang's server takes as --fair arguments and in the environment, by field."""
-
-COST_VARIABLE = SETTINGS["cost"].variable
 
 POLICY_VARIABLE = "SGLANG_FAIR_POLICY"
 """Chooses the policy where no --schedule-policy can be given; same names as --schedule-policy."""
@@ -180,11 +178,9 @@ def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, 
     if chosen in SERVER_POLICIES:
         refuse_combinations(arguments, environ)
     try:
-        cost = check(read(environ), chosen).cost
+        check(read(environ), chosen)
     except ValueError as error:
         raise SystemExit(f"sglang-fair: {error}") from None
-    if not isinstance(cost, Linear):
-        environ[COST_VARIABLE] = describe(cost)  # no child depends on a file that the text may name
 
 
 def check(config: Config, chosen: str | None) -> Config:

@@ -362,7 +362,7 @@ def send_abort_output(result: None, scheduler: Any, output: Any, req: Any, *args
 
 
 def on_idle(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """SGLang does not sleep while somebody waits, as nobody does for long in an idle engine of its own."""
+    """SGLang does not sleep while a request waits, as none does for long in an idle engine of its own."""
     if scheduler.idle_sleeper is not None and scheduler.fair.only_waits():
         scheduler.idle_sleeper.poller.poll(DELAYED_POLL_MS)
 

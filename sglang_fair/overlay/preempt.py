@@ -1,4 +1,4 @@
-"""Running requests are taken back for one that is due and does not fit (`core.preemption` says for whom and whom).
+"""Running requests are taken back for one that is due and does not fit (`core.preemption` says which).
 
     make_room      before a batch is formed: the memory of those that go is given up, but what they computed goes into
                    the prefix tree, from where it is evicted last (with `--enable-hierarchical-cache`, to the host).
@@ -60,7 +60,7 @@ class Preempt:
             logger.warning("sglang-fair: no running request is taken back for another: %s", self._reason)
 
     def make_room(self, running_batch: Any) -> list[Any]:
-        """Takes back whom it must; returns them, and `queue_again` is to be called with them."""
+        """Takes back what it must; returns them, and `queue_again` is to be called with them."""
         scheduler, fair = self._scheduler, self._scheduler.fair
         if self._reason is not None or running_batch.is_empty() or not scheduler.waiting_queue:
             return []
@@ -69,7 +69,7 @@ class Preempt:
             return []
         missing = self._missing(request, running_batch.reqs)
         if missing.tokens <= 0 and missing.places <= 0:
-            running_batch.batch_is_full = False  # SGLang asks nobody else until somebody has left
+            running_batch.batch_is_full = False  # SGLang tries no other one until a request has left
             return []
         held = {one: (self._held_tokens(one), _can_go_on(one)) for one in running_batch.reqs}
         chosen = fair.to_take_back(request, missing, held) or []

@@ -107,7 +107,7 @@ class ReplicaFairness(Books):
 
     @guarded
     def end_pass(self, *, is_full: bool, was_full: bool) -> None:
-        """The engine has formed a batch, or none. It tries nobody while its batch `is_full`: of requests, or for want
+        """The engine has formed a batch, or none. It tries none while its batch `is_full`: of requests, or for want
         of memory. If it came to that without a look at any of them, it is of requests."""
         passes, self._passes = self._passes, False
         if not passes:
@@ -123,7 +123,7 @@ class ReplicaFairness(Books):
 
     @property
     def preemption(self) -> Preemption | None:
-        """None: the policy takes nobody back."""
+        """None: the policy takes nothing back."""
         return self._admission.preemption if self.orders else None
 
     @guarded
@@ -142,7 +142,7 @@ class ReplicaFairness(Books):
     def to_take_back(
         self, request: Any, missing: Missing, running: Mapping[Any, tuple[float, bool]]
     ) -> list[Any]:
-        """Whom of the `running` requests to take back for `request`, which `urgent` returned, in this order. Of each
+        """Which `running` requests to take back for `request`, which `urgent` returned, in this order. Of each
         there are the tokens of memory that there would be more without it, and whether it could go."""
         preemption, urgent = self.preemption, self._requests.job(request)
         if preemption is None or urgent is None:

@@ -12,7 +12,7 @@ decode in between. So until a cut prompt is computed, its whole rest counts as t
 
 A prompt is first cut only if all of it has room, so there is always room for the rest: it never waits for memory that
 those that run must give up first, and none of them is taken back for it. One that the empty pool has no room for is
-refused (`never_fits`): SGLang lets a prompt wait that leaves less than a page, and admits nobody behind it, for ever.
+refused (`never_fits`): SGLang lets a prompt wait that leaves less than a page, and admits none behind it, for ever.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """How much a prefill batch may take: SGLang's rules for memory and compute.
 
-    room        free pages and cache that nobody holds, in tokens
+    room        free pages and cache that no request holds, in tokens
     reserved    what the running requests may still write: for each (most output - output so far), but at most
                 `LONGEST_RESERVATION`, times a ratio below 1 that bets on early ends. The ratio decays with each decode
                 step and is raised after a retraction. If ends of sequence are ignored it is 1.
@@ -193,7 +193,7 @@ class Budget:
         return min(tokens, most, room, fits if fits > 0 else self.chunk_tokens)
 
     def keep(self, rest_tokens: int, output_tokens: int) -> None:
-        """The rest of a prompt that was cut is taken for whoever is tried from here on."""
+        """The rest of a prompt that was cut is taken for what is tried from here on."""
         paged = -(-rest_tokens // self._page) * self._page
         self._reserved += paged + self._page + min(output_tokens, LONGEST_RESERVATION)
         self._taken += paged

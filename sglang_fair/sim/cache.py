@@ -211,7 +211,7 @@ class PrefixCache:
             node = node.parent
 
     def unlocked_tokens(self, node: Node) -> int:
-        """Tokens on the path to `node` that nobody has locked."""
+        """Tokens on the path to `node` that are not locked."""
         end = node.end
         while node.parent is not None and not node.locks:
             node = node.parent

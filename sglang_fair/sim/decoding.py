@@ -67,7 +67,7 @@ class Decoding:
         self._events: list[Event] = []
         self._next_s = inf
         self._is_full = False
-        """A candidate did not fit and nobody has left since."""
+        """A candidate did not fit and no request has left since."""
         self.ratio = NewTokenRatio(settings)
         self.decoding = DecodeBatch(settings.page_tokens)
         self._run: Run | None = None

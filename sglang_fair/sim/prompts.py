@@ -40,7 +40,7 @@ class Prompts(Decoding):
         return bool(self._batch)
 
     def _form(self, now_s: float) -> list[Task]:
-        """The extend batch of the next step, empty if nobody can be admitted.
+        """The extend batch of the next step, empty if none can be admitted.
 
         SGLang's admission loop: the prompt that was cut last goes on first, then candidates are taken until one does
         not fit. All in the batch are charged, have locked their prefix and hold their pages.
@@ -113,7 +113,7 @@ class Prompts(Decoding):
         return batch
 
     def _may_take_back(self) -> bool:
-        """Somebody waits for whom others may be taken back. O(waiting), if the policy has that."""
+        """A request waits for which others may be taken back. O(waiting), if the policy has that."""
         preemption = self.admission.preemption
         return preemption is not None and any(preemption.may_take_back(job) for job in self.queue.jobs())
 
@@ -155,7 +155,7 @@ class Prompts(Decoding):
             self._keep_for(task, budget)
 
     def _keep_for(self, cut: Task, budget: Budget) -> None:
-        """Nobody else is admitted to what the rest of a cut prompt and its output will take."""
+        """No other request is admitted to what the rest of a cut prompt and its output will take."""
         budget.keep(cut.length - cut.computed, cut.job.max_output_tokens - cut.output)
 
     def _computed(self, t_s: float) -> None:

@@ -7,7 +7,7 @@ that run have their turn, and how long an extend batch may be. Modelled after SG
     cache         radix tree of whole pages (`cache`). Look-ups refresh it and running requests lock their path. A
                   prompt is inserted after each chunk, and with its output at the end. Its last token is always computed
     budget        reservation by new_token_ratio, chunks, `max_running` (`budget`). Once a candidate did not fit,
-                  nobody is asked until a request has left
+                  none is tried until a request has left
     pool          whole pages (`pool`). Decoding takes a page when the last one is full; the cache is evicted if no
                   page is free
     retraction    if nothing is left to evict: the requests with the least output go first, among them those with the
@@ -16,7 +16,7 @@ that run have their turn, and how long an extend batch may be. Modelled after SG
                   (`core.preemption`), and so may the owner (`evict`), between two steps. They wait again with their
                   output. Their context is cached, and goes to the host's memory if there is room (`host`), from where
                   it comes back when they are admitted
-    swap          `swap` loads another model: nobody is here, the cache is dropped, no step begins until it is there
+    swap          `swap` loads another model: no request is here, the cache is dropped, no step begins until it is there
 
 Not modelled: the overlap of CPU and GPU (a step's result is known when it ends, and the scheduler itself takes no
 time), mixed batches, host caches of prefixes, speculative decoding, LoRA, sliding windows, sessions.
@@ -160,7 +160,7 @@ class Replica(Prompts):
 
     @property
     def next_s(self) -> float:
-        """When `advance` is to be called; inf while nothing runs and nobody waits."""
+        """When `advance` is to be called; inf while nothing runs or waits."""
         return self._next_s
 
     def advance(self, now_s: float) -> list[Event]:
