@@ -1,31 +1,21 @@
 """DLPM, deficit longest prefix match: LPM order among the clients that have not used up their quantum.
 
-Each client has a deficit counter q; while it is positive the client's requests may be admitted. Extend and output
-tokens are charged to it; cached tokens are free, also those that others computed. When every client with a waiting request has
-used up its quantum, rounds pass until one of them is positive again: in each round every known client with q <= 0,
-waiting or not, gets one quantum (DLPM, Algorithm 1). Debts survive leaving; credit never exceeds Q^u.
+Rule: each client has a deficit counter q; while it is positive the client's requests may be admitted. Extend and output
+tokens are charged to it; cached tokens are free. When every client with a waiting request has used up its quantum,
+rounds pass until one of them is positive again: in each round every known client with q <= 0, waiting or not, gets one
+quantum (DLPM, Algorithm 1). Debts survive leaving; credit never exceeds Q^u.
 
-Rounds are counted, not executed. A client with q <= 0 turns positive n = floor(-q / Q^u) + 1 rounds after its account
-was last settled, so for each client there is a round from which it may be admitted, and a refill advances the current
-round to the first of those among the waiting clients. This is the literal algorithm for any number of rounds at once,
-in O(log clients).
+Rounds are counted, not executed: a client with q <= 0 turns positive n = floor(-q / Q^u) + 1 rounds after its account
+was last settled, and a refill advances the current round to the first of those among the waiting clients. O(log
+clients) for any number of rounds.
 
-Unit of fairness: service units (extend and output tokens by the cost function). Two clients that both
-have requests waiting never differ by more than 2·(U + Q^u), U = w_e·L_input + w_q·M (Theorem 4.1), in
-every interval. Knobs: the quantum, the weights, `patience`, `newcomers`. Trade-offs: a larger Q^u allows longer runs
-on one prefix and loosens the bound. Within one client the order is LPM, but no request is overtaken by more than
-`patience` later ones of its client; a small number costs cache hits if a client's queue is deep.
-
-New clients start with a quantum, within an allowance (`newcomers`), and go first until they are charged for the first
-time; the theorem holds for any order among clients with a positive counter.
-A client that is gone keeps its debt. It keeps its credit too, unless more than `remembered_clients` with credit are
-gone; then the longest absent one is forgotten. No new client starts with more than the least credit that was ever
-forgotten, so being forgotten never pays and the guarantee is that of accounts kept for ever.
-With `borrow` (ours) a client that has used up its quantum may finish its run on a cached prefix before that is evicted:
-requests whose own price is at most `borrow` times that of their cached prefix are admitted although q <= 0, as long as
-the prices of such requests since q was last positive sum to at most X = Q^u. Then the bound is 2·(U + X + Q^u).
-Known leaks: new names, within that limit; the first client to need a shared prefix pays for it, unless another rule is
-chosen (`payers`).
+Unit of fairness: service units. Bound: two clients that both wait never differ by more than 2·(U + Q^u),
+U = w_e·L_input + w_q·M (Theorem 4.1), with `borrow` (ours) 2·(U + 2·Q^u): a client without credit may then finish its
+run on a cached prefix, for at most Q^u. New clients start with a quantum, within an allowance (`newcomers`), and go
+first until they are charged; the theorem holds for any order among clients with a positive counter.
+A client that is gone keeps its debt, and its credit unless more than `remembered_clients` with credit are gone. No new
+client starts with more than the least credit that was ever forgotten, so being forgotten never pays.
+Knobs, trade-offs, leaks, proofs: docs/policies.md, `dlpm`.
 """
 
 from collections import OrderedDict

@@ -15,7 +15,7 @@ others of their client do, with no precedence.
     how many   the least that suffices: none of them can be spared. If all together do not suffice, none
     in order   tier 1 and those that owe first, then largest slack, then the latest arrival
 
-A request that is taken back has written, so nothing is taken back for it. So there are no circles, and no request is taken
+A request that is taken back has written, so nothing is taken back for it: there are no circles, and no request is taken
 back more than `most` times.
 
 When those that run end is not known: each is taken to make the output that it announced, and what it may at most once
@@ -90,7 +90,7 @@ class Preemption(Listener):
         return job.tier == 0 and job.deadline_s is not None and not job.system and not job.output_tokens
 
     def choose(self, job: Job, missing: Missing, running: Sequence[Runner], now_s: float) -> list[Job]:
-        """Which ones to take back for the waiting `job`, in this order; none if it need not be, or if it would not help.
+        """What to take back for the waiting `job`, in this order; nothing if it need not be, or if it would not help.
         `running` are all that run. O(running log running)."""
         if not self.may_take_back(job) or not self._would_miss(job, missing, running, now_s):
             return []
