@@ -57,19 +57,6 @@ class LazyHeap(Generic[Item]):
             [] if first is None else [one[1] for one in self._entries[:most] if self._live.get(one[1]) is one]
         )
 
-    def floor(self, most: int) -> Any:
-        """A key that no item's is below, in a time that does not depend on how many were removed: the smallest one if
-        at most `most` dead entries are in front of it. They are dropped, so a later call comes to it; None when empty.
-        """
-        entries, live = self._entries, self._live
-        if not live:
-            return None
-        for _ in range(most):
-            if live.get(entries[0][1]) is entries[0]:
-                break
-            heappop(entries)
-        return entries[0][0]
-
     def key(self, item: Item) -> Any:
         """The key under which `item` was put; KeyError when it is not there."""
         return self._live[item][0]

@@ -47,11 +47,6 @@ class HostPool:
         """They are of no use any more."""
         self.used_tokens -= self._kept.pop(request_id, 0)
 
-    def clear(self) -> None:
-        """Nothing that is kept is of use: another model is loaded."""
-        self._kept.clear()
-        self.used_tokens = 0
-
     def load_s(self, tokens: int, now_s: float) -> float:
         """How long it takes from `now_s` until so many tokens are on the GPU again."""
         self._free_s = max(self._free_s, now_s) + tokens * self._token_s

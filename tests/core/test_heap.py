@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from random import Random
 
 import pytest
 from hypothesis import example, given, settings
@@ -76,24 +75,3 @@ def test_removals_do_not_keep_what_was_removed():
     del things, thing
     gc.collect()
     assert sum(reference() is not None for reference in gone) <= len(heap) + 2 * SLACK
-
-
-@given(st.integers(0, 2**32), st.integers(1, 5))
-def test_a_floor_is_below_every_key_and_comes_to_the_smallest(seed: int, most: int) -> None:
-    """However many are removed at once: each call drops a few dead entries."""
-    rng, heap, keys = Random(seed), LazyHeap[int](), dict[int, tuple[int, int]]()
-    for _ in range(60):
-        if rng.random() < 0.6:
-            item = rng.randrange(200)
-            keys[item] = rng.randrange(1000), item
-            heap.put(item, keys[item])
-        else:
-            for item in sorted(keys, key=keys.__getitem__)[: rng.randrange(20)]:
-                del keys[item]
-                heap.discard(item)
-        floor = heap.floor(most)
-        assert (floor is None) == (not keys)
-        assert floor is None or floor <= min(keys.values())
-    for _ in range(200):
-        floor = heap.floor(most)
-    assert floor == min(keys.values(), default=None)
