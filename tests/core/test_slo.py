@@ -93,7 +93,8 @@ def test_it_charges_as_the_policy_that_it_is_made_of(normalised):
     assert ours.counters() == pytest.approx(theirs.counters())
     assert ours.bound(10, 20) == theirs.bound(10, 20)
     assert ours.has_learnt() == normalised
-    assert (ours.learnt() == theirs.learnt()) == normalised
+    if normalised:
+        assert ours.learnt() == theirs.learnt()
 
 
 @pytest.mark.parametrize(("name", "left"), [("slo", 100), ("dlpm", 20)])

@@ -23,7 +23,8 @@ from sglang_fair.core import make_policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import make_steps
 from sglang_fair.sim import task
-from sglang_fair.sim.replica import WARM_UP_STEPS, Replica, Settings, SimRequest
+from sglang_fair.sim.decoding import WARM_UP_STEPS
+from sglang_fair.sim.replica import Replica, Settings, SimRequest
 
 PAGE_TOKENS = 16
 MOST_RUNNING = 128
