@@ -15,26 +15,30 @@ from workloads.experiments.beyond_cache import Cache
 from workloads.experiments.beyond_deadlines import Shared
 from workloads.experiments.beyond_equity import Equity
 from workloads.experiments.beyond_isolation import Isolation as BesideFloods
+from workloads.experiments.beyond_isolation import Target
 from workloads.experiments.beyond_placement import Contest
 from workloads.experiments.beyond_production import Production
 from workloads.experiments.beyond_routers import Routers
-from workloads.experiments.beyond_target import Target
 from workloads.experiments.contract import Experiment
 from workloads.experiments.cost_functions import CostFunctions
 from workloads.experiments.dlpm_a10g import Figure1, Figure8, Figure9, Figure10, Figure11, Figure12
 from workloads.experiments.dlpm_fig4 import Figure4
 from workloads.experiments.dlpm_fig7 import Figure7, Sensitivity
 from workloads.experiments.dlpm_table2 import Table2
-from workloads.experiments.fairserve_abuse import Abuse
-from workloads.experiments.fairserve_delay import Delay
-from workloads.experiments.fairserve_table3 import Table3
-from workloads.experiments.fairserve_table4 import Table4
-from workloads.experiments.qlm_fig3_18 import Waits
-from workloads.experiments.qlm_fig4 import Blocking
-from workloads.experiments.qlm_mixed import Hardware, Mega
-from workloads.experiments.qlm_models import Drain, Models, Queues
-from workloads.experiments.qlm_overhead import Needed, Overhead
-from workloads.experiments.qlm_single import Ablation, Sweep
+from workloads.experiments.fairserve import Abuse, Delay, Table3, Table4
+from workloads.experiments.qlm import (
+    Ablation,
+    Blocking,
+    Drain,
+    Hardware,
+    Mega,
+    Models,
+    Needed,
+    Overhead,
+    Queues,
+    Sweep,
+)
+from workloads.experiments.qlm_waits import Waits
 from workloads.experiments.vtc import (
     BelowShare,
     Isolation,

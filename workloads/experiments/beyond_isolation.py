@@ -1,23 +1,19 @@
 """What one client's load does to the others on four simulated A100: the scenes of bench isolation, and what the bound
 on a step costs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from workloads.clients import Client
-from workloads.experiments import style
-from workloads.experiments.claims import Drawing
+from workloads.experiments.claims import Figure, Part, Table, at_least, at_most, claim, graded
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size, TrafficSpec
+from workloads.experiments.plots import Panel, drawing
 from workloads.isolation.attacks import ATTACKS, FLOOD, LIGHT_PERIOD_S, TRICKLE, Scene, scenes
 from workloads.isolation.measures import OURS, STOCK, IsolationRow, Observed, Stack, observe, rows
 from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 REPLICAS, MAX_RUNNING = 4, 256
 WARM_UP_S, SECONDS, DRAIN_S = 3.0, 40.0, 10.0
@@ -48,6 +44,15 @@ client."""
 
 class Isolation(Simulated):
     id = "beyond-isolation"
+    title = "What one client's load does to the others"
+    source = "beyond the papers, whose bounds are about clients that wait"
+    about = f"""Llama-3.1-8B on four A100, the scenes of `sglang-fair bench isolation`. One client keeps requests of
+        one kind under way; beside it runs a victim (its requests do nothing but decode), or a light client holds a
+        short conversation every few seconds. Stock is FCFS behind cache_aware, which forms prompts before anything
+        else; ours are DLPM and VTC behind D2LPM by queues, with the rule of steps and its target for tokens. n is
+        the number of clients. A victim's share is of what n clients get under generalized processor sharing (GPS),
+        so {SHARE} of it is {SHARE} of the engine's time over n. A light client's slowdown is over n times the time
+        of its programs when it is alone."""
 
     def cells(self, size: Size) -> Sequence[Cell]:
         full = size == "full"
@@ -93,51 +98,195 @@ class Isolation(Simulated):
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return asdict(observe(run, min(WARM_UP_S, run.manifest.duration_s / 4)))
 
-    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
-        table = {(_name(row), row.attack, row.clients): row for row in rows(_runs(results))}
-        solo = results["light"].number("ttft_p99_s"), slowest_program_s(results["light"])
-        flood = {
-            name: {
-                "tokens": result.number("tokens_per_s") / results[f"{BASE}.{count}"].number("tokens_per_s"),
-                "ttft": result.number("ttft_p99_s") / solo[0],
-                "slowdown": slowest_program_s(result) / solo[1] / (SEVERAL + 1),
-            }
-            for name, result in results.items()
-            if (count := name.rpartition(".")[2]).isdecimal()
-        }
-        sizes = [int(name.rpartition(".")[2]) for name in flood]
-        at = STALL_FLOOD if STALL_FLOOD in sizes else max(sizes)
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        table = {(_name(row), row.attack, row.clients): row for row in rows(_runs(at))}
 
-        def worst(what: str, pick: Callable[..., float], *clients: int) -> dict[str, float]:
-            return {
-                name: pick(
-                    value
-                    for (stack, _, count), row in table.items()
-                    if stack == name and count in clients and (value := getattr(row, what)) is not None
-                )
-                for name in STACKS
-            }
+        def worst(what: str, pick: Callable[..., float], clients: int) -> dict[str, float]:
+            found: dict[str, list[float]] = {name: [] for name in STACKS}
+            for (stack, _, count), row in table.items():
+                if count == clients and (value := getattr(row, what)) is not None:
+                    found[stack].append(value)
+            return {name: pick(values) for name, values in found.items()}
 
-        return {
-            "lines": [
-                {**asdict(row), "stack": stack, "alone": table[stack, attack, 1].throughput_over_stock}
+        share = worst("victim_share_of_gps", min, 2)
+        slowdown = worst("slowdown_over_n", max, 2)
+        ttft = worst("ttft_p99_over_solo", max, 2)
+        alone, together = (worst("throughput_over_stock", min, clients) for clients in (1, 2))
+        yield claim(
+            "Running victims keep their share of the time beside a trickle of prompts",
+            paper="our own question",
+            ours=f"DLPM {share['dlpm']:.2f}, VTC {share['vtc']:.2f} of GPS; stock {share['stock']:.2f}",
+            holds=min(share["dlpm"], share["vtc"]) >= SHARE,
+            why="The engine's loop forms prompts first.",
+        )
+        most = max(slowdown["dlpm"], slowdown["vtc"])
+        yield claim(
+            """Beside every kind of flood, a light client's programs take little longer than its share of the engine
+                makes them""",
+            paper="our own question",
+            ours=f"""at most {slowdown["dlpm"]:.2f} (DLPM) and {slowdown["vtc"]:.2f} (VTC) times n times solo; stock
+                {slowdown["stock"]:.1f}""",
+            holds=at_most(most, SLOWDOWN, slowdown["stock"] / 2),
+            why="""A decode step serves all that run, and takes longer the more there are. A flood's requests that
+                run already are left alone, so beside hundreds of them the first programs of a light client are over
+                before the batch is smaller.""",
+        )
+        most = max(ttft["dlpm"], ttft["vtc"])
+        yield claim(
+            "and its first tokens come soon",
+            paper="our own question",
+            ours=f"""TTFT P99 at most {ttft["dlpm"]:.1f} (DLPM) and {ttft["vtc"]:.1f} (VTC) times solo; stock
+                {ttft["stock"]:.0f}""",
+            holds=at_most(most, TTFT, ttft["stock"] / 4),
+            why="A step under way is not ended, and a long prompt that was cut goes on in every second step at least.",
+        )
+        yield claim(
+            "The cluster does as much as stock without a light client",
+            paper="our own question",
+            ours=f"tokens/s at least {alone['dlpm']:.2f} (DLPM) and {alone['vtc']:.2f} (VTC) times stock's",
+            holds=at_least(min(alone["dlpm"], alone["vtc"]), ALONE, 0.9),
+            why="""The trickle's few requests are spread over replicas less evenly than by cache_aware, and chunks
+                are bounded.""",
+        )
+        yield claim(
+            "and nearly as much with one",
+            paper="our own question",
+            ours=f"at least {together['dlpm']:.2f} (DLPM) and {together['vtc']:.2f} (VTC) times stock's",
+            holds=at_least(min(together["dlpm"], together["vtc"]), TOGETHER, 0.85),
+            why="""A light client's decode steps with few requests beside it are time that the flood's prompts do not
+                get; stock gives them to the flood and lets the light client wait. The least is beside the trickle,
+                as above.""",
+        )
+        flood = _floods(at)
+        counts = sorted({count for _, count in flood})
+        count = STALL_FLOOD if STALL_FLOOD in counts else counts[-1]
+        free, bounded = flood[BASE, count], flood["stall-100", count]
+        yield claim(
+            "The bound on a prefill step costs little throughput and shortens the wait for a first token",
+            paper="our own question",
+            ours=f"""beside {count} requests, {SEVERAL} light clients: TTFT P99 {free["ttft"]:.1f} times solo
+                without, {bounded["ttft"]:.1f} with {STALLS_MS[1]:.0f} ms, at {bounded["tokens"]:.3f} of the
+                throughput""",
+            holds=bounded["ttft"] <= 0.7 * free["ttft"] and bounded["tokens"] >= 0.97,
+            partly=bounded["ttft"] <= free["ttft"],
+            why="Prompts of the light clients wait for one step only if the policy puts them first.",
+        )
+        yield Table(
+            """Medians over seeds, with one light client or one victim beside the flood; throughput over stock's
+                without and with the light client""",
+            """flood | stack | victim's share of GPS | slowdown over n | TTFT P99 over solo | throughput alone | with
+                it""",
+            [
+                [attack, stack, row.victim_share_of_gps, row.slowdown_over_n, row.ttft_p99_over_solo,
+                 table[stack, attack, 1].throughput_over_stock, row.throughput_over_stock]
                 for attack in ATTACKS
                 for stack in STACKS
                 if (row := table.get((stack, attack, 2))) is not None
             ],
-            "share": worst("victim_share_of_gps", min, 2),
-            "slowdown": worst("slowdown_over_n", max, 2),
-            "ttft": worst("ttft_p99_over_solo", max, 2),
-            "alone": worst("throughput_over_stock", min, 1),
-            "together": worst("throughput_over_stock", min, 2),
-            "flood": flood,
-            "flooding": at,
-            "unbounded": flood[f"{BASE}.{at}"],
-            "bounded": flood[f"stall-100.{at}"],
-        }
+        )  # fmt: skip
+        bounds = [bound for bound in LABELS if (bound, counts[0]) in flood]
+        panels = [
+            Panel(
+                y=title,
+                x="requests of one client",
+                lines={LABELS[b]: (counts, [flood[b, count][what] for count in counts]) for b in bounds},
+                swept=True,
+                log="xy" if what == "ttft" else "x",
+            )
+            for title, what in (
+                ("TTFT P99 of light clients over solo", "ttft"),
+                ("slowdown over n", "slowdown"),
+                ("tokens/s over prompts first", "tokens"),
+            )
+        ]
+        caption = f"""What the bound on a prefill step does, by the size of the flood: {SEVERAL} light clients beside
+            one client's requests."""
+        yield Figure("trade", caption, drawing(panels))
 
-    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
-        return {"trade": Drawing(lambda canvas: _draw(canvas, self.values(results)["flood"]), (10.0, 3.6))}
+
+def _floods(at: Mapping[str, Result]) -> dict[tuple[str, int], dict[str, float]]:
+    """By bound and size of the flood: tokens over those without a bound, first tokens and programs over solo."""
+    solo_ttft_s, solo_s = at["light"]["ttft_p99_s"], slowest_program_s(at["light"])
+    found = {}
+    for name, result in at.items():
+        bound, _, count = name.rpartition(".")
+        if count.isdecimal():
+            found[bound, int(count)] = {
+                "tokens": result["tokens_per_s"] / at[f"{BASE}.{count}"]["tokens_per_s"],
+                "ttft": result["ttft_p99_s"] / solo_ttft_s,
+                "slowdown": slowest_program_s(result) / solo_s / (SEVERAL + 1),
+            }
+    return found
+
+
+# ---- a target for output tokens
+
+TARGETS_MS = (12.0, 15.0, 20.0, 30.0)
+AT_MS = 20.0
+"""The target that the words are about."""
+OFF = "off"
+
+
+class Target(Isolation):
+    """Clients and measures are those of `Isolation`."""
+
+    id = "beyond-target"
+    title = "What a target for output tokens costs and gives"
+    source = "beyond the papers, which leave the size of a batch to the engine"
+    about = f"""Llama-3.1-8B on {REPLICAS} A100 under DLPM behind D2LPM by queues for {FLOOD_SECONDS:.0f} s after a
+        warm-up. One client keeps its requests of middle length under way, all the time; beside it, {SEVERAL} light
+        clients hold short conversations, one begins every {FLOOD_PERIOD_S} s. With `--target-tpot-ms` the flood's
+        requests wait while more of them would make an output token take longer than that, and while a light client
+        runs. A program's time is the mean of the light client that fares worst."""
+
+    def cells(self, size: Size) -> Sequence[Cell]:
+        full = size == "full"
+        targets = {OFF: 0.0} | {f"{one:g}": one for one in (TARGETS_MS if full else (AT_MS,))}
+        stack = STACKS["dlpm"]
+        found = [cell_of("light", site_of(stack), Scene(light=SEVERAL), size, FLOOD_SECONDS, FLOOD_PERIOD_S)]
+        for flood in FLOODS if full else FLOODS[:1]:
+            scene = Scene(f"{FLOOD}{flood}", SEVERAL)
+            for name, target_ms in targets.items():
+                site = site_of(stack, target_tpot_ms=target_ms)
+                found.append(cell_of(f"{name}.{flood}", site, scene, size, FLOOD_SECONDS, FLOOD_PERIOD_S))
+        return found
+
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        solo_s = slowest_program_s(at["light"])
+        program_s = {key: slowest_program_s(result) for key, result in at.items()}
+        kept, lines = {}, []
+        for key, result in at.items():
+            name, _, flood = key.partition(".")
+            if flood:
+                tokens = result["tokens_per_s"]
+                kept[key] = tokens / at[f"{OFF}.{flood}"]["tokens_per_s"]
+                target = "none" if name == OFF else f"{name} ms"
+                took_s, ttft_s = program_s[key], result["ttft_p99_s"]
+                lines.append([int(flood), target, took_s, took_s / solo_s, ttft_s, tokens, kept[key]])
+        most = max(int(key.partition(".")[2]) for key in kept)
+        free_s, held_s = (program_s[f"{name}.{most}"] for name in (OFF, f"{AT_MS:g}"))
+        least = min(part for key, part in kept.items() if key.startswith(f"{AT_MS:g}."))
+        yield claim(
+            "A target makes light clients' programs shorter beside a large flood",
+            paper="our own question",
+            ours=f"beside {most} requests {free_s:.2f} s without a target, {held_s:.2f} s with {AT_MS:.0f} ms",
+            holds=graded(held_s / free_s <= 0.6, held_s < free_s),
+            why="A decode step with fewer requests is shorter; what runs already is left alone.",
+        )
+        yield claim(
+            "and costs little throughput",
+            paper="our own question",
+            ours=f"""with {AT_MS:.0f} ms at least {least:.3f} of the tokens/s without, with any of the targets
+                {min(kept.values()):.3f}""",
+            holds=at_least(least, 0.95, 0.9),
+            why="The flood is held back only while others run, and only at their replica.",
+        )
+        yield Table(
+            "Medians over seeds",
+            """requests of the flood | target | light programs, s | over solo | TTFT P99, s | tokens/s | over those
+                without""",
+            lines,
+        )
 
 
 def site_of(stack: Stack, **others: float | None) -> Site:
@@ -192,25 +341,3 @@ def _name(row: IsolationRow) -> str:
 def slowest_program_s(result: Result) -> float:
     """Mean time of a program of the light client that fares worst."""
     return max(result.number(f"program_s/{name}") for name in result.first["program_s"])
-
-
-def _draw(canvas: "Canvas", flood: Mapping[str, Mapping[str, float]]) -> None:
-    bounds = dict.fromkeys(name.partition(".")[0] for name in flood)
-    panels = {
-        "TTFT P99 of light clients over solo": "ttft",
-        "slowdown over n": "slowdown",
-        "tokens/s over prompts first": "tokens",
-    }
-    for axes, (title, what) in zip(style.panels(canvas, len(panels)), panels.items(), strict=True):
-        for place, bound in enumerate(bounds):
-            floods = [int(name.rpartition(".")[2]) for name in flood if name.startswith(f"{bound}.")]
-            axes.semilogx(
-                floods,
-                [flood[f"{bound}.{count}"][what] for count in floods],
-                "o-",
-                color=style.client_colour(place),
-                label=LABELS[bound],
-            )
-        if what == "ttft":
-            axes.set_yscale("log")
-        style.label(axes, "concurrent requests of one client", title, legend=what == "ttft")

@@ -1,11 +1,10 @@
 """Two routers that do not know of each other, and clients of weights 4 and 1: do replicas still serve them 4 : 1?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from workloads.experiments import dlpm_setting as dlpm
-from workloads.experiments.claims import Drawing
-from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size, TrafficSpec
-from workloads.experiments.dlpm_setting import observe
+from workloads.experiments.claims import Figure, Part, Table, at_least, at_most, claim
+from workloads.experiments.contract import Cell, Json, Result, Row
 from workloads.experiments.plots import Panel, drawing
 from workloads.experiments.program_senders import judge, sender
 from workloads.experiments.senders import traffic
@@ -16,88 +15,82 @@ REPLICAS = 4
 WEIGHTS = {"heavy": 4.0, "light": 1.0}
 LOADS = {"heavy": 1.5, "light": 0.8}
 """Of what the cluster does: each more than its share, 4/5 and 1/5."""
-INGRESS: Mapping[str, tuple[float, ...]] = {
-    "one": (1.0,),
-    "even": (1.0, 1.0),
-    "skewed": (4.0, 1.0),
+INGRESS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "one": ("one router", (1.0,)),
+    "even": ("two routers, evenly", (1.0, 1.0)),
+    "skewed": ("two routers, 4 : 1", (4.0, 1.0)),
 }
-TITLES = {"one": "one router", "even": "two routers, evenly", "skewed": "two routers, 4 : 1"}
 PLACEMENTS = {"d2lpm": "D2LPM", "cache_aware": "cache_aware"}
 LENGTH_S = 400.0
 WARM_UP = 0.25
 """After this part of a run both clients wait at every replica."""
-COUNTED_S = LENGTH_S * (1 - WARM_UP)
-
-
-def judgements(replicas: int) -> TrafficSpec:
-    """Both ask for more than their share."""
-    return traffic(
-        "judge",
-        *(sender(name, judge(2), dlpm.JUDGE.rate_per_s(load * replicas)) for name, load in LOADS.items()),
-    )
 
 
 class Routers(dlpm.A10GExperiment):
     id = "beyond-routers"
+    title = "Several routers, weighted clients"
+    source = "beyond the papers; D2LPM with more than one global scheduler"
+    about = f"""Llama-3.2-3B on four A10G, every replica under DLPM; two clients of weights {WEIGHTS["heavy"]:.0f}
+        and {WEIGHTS["light"]:.0f} have articles judged and both ask for more than their share for {LENGTH_S:.0f} s,
+        of which the last {LENGTH_S * (1 - WARM_UP):.0f} count. Programs come through one router, or through two that
+        do not know of each other: half each, or four in five through the first."""
+    lengths_s = (LENGTH_S, 40.0)
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        replicas, length_s, seeds = (REPLICAS, LENGTH_S, SEEDS) if full else (2, 40.0, SEEDS[:1])
-        return [
-            Cell(
-                f"{ingress}.{placement}",
-                dlpm.a10g(
-                    "d2lpm",
-                    replicas,
-                    placement=placement,
-                    client_weights=WEIGHTS,
-                    ingress=parts,
-                    **dlpm.JUDGE.quanta,
-                ),
-                judgements(replicas),
-                dlpm.plan(length_s),
-                seeds,
-            )
-            for ingress, parts in INGRESS.items()
-            for placement in (PLACEMENTS if full else ("d2lpm",))
-        ]
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        replicas = REPLICAS if full else 2
+        rates = {name: dlpm.JUDGE.rate_per_s(load * replicas) for name, load in LOADS.items()}
+        sent = traffic("judge", *(sender(name, judge(2), rate) for name, rate in rates.items()))
+        for ingress, (_, parts) in INGRESS.items():
+            for placement in PLACEMENTS if full else ("d2lpm",):
+                fields: Json = {"placement": placement, "client_weights": WEIGHTS, "ingress": parts}
+                site = dlpm.a10g("d2lpm", replicas, **fields, **dlpm.JUDGE.quanta)
+                yield f"{ingress}.{placement}", site, sent, ""
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         length_s = cell.plan.duration_s
         actual = Windows(run, side="actual").service(WARM_UP * length_s, length_s)
         heavy, light = actual["heavy"], actual["light"]
-        return observe(run) | {"ratio": heavy / light if heavy and light else None}
+        return dlpm.observe(run) | {"ratio": heavy / light if heavy and light else None}
 
-    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
-        ratio = {name: result.number("ratio") for name, result in results.items()}
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        ratio = {name: one["ratio"] for name, one in at.items()}
         off = {name: abs(value / 4 - 1) for name, value in ratio.items() if "cache_aware" not in name}
         worst = max(off, key=lambda name: (off[name], name))
-        speed = {name: results[f"{name}.d2lpm"].number("tokens_per_s") for name in INGRESS}
-        return {
-            "worst": worst,
-            "off": off[worst],
-            "cost": min(speed.values()) / speed["one"],
-            "rows": [
-                {
-                    "cell": name,
-                    "routers": TITLES[name.split(".")[0]],
-                    "placement": PLACEMENTS[name.split(".")[1]],
-                }
-                for name in results
-            ],
-        }
-
-    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
+        speed = {name: at[f"{name}.d2lpm"]["tokens_per_s"] for name in INGRESS}
+        cost = min(speed.values()) / speed["one"]
+        yield claim(
+            "4 : 1 holds, however many routers there are and however skewed their parts",
+            paper="our own question",
+            ours=f"""one router {ratio["one.d2lpm"]:.2f}, two {ratio["even.d2lpm"]:.2f}, skewed
+                {ratio["skewed.d2lpm"]:.2f} : 1 (furthest off: {worst} {ratio[worst]:.2f})""",
+            holds=at_most(off[worst], 0.05, 0.1),
+            why="Replicas keep the shares, and they do so only while both clients wait at them.",
+        )
+        yield claim(
+            "A second router costs no throughput",
+            paper="our own question",
+            ours=f"{cost:.2f}× at worst",
+            holds=at_least(cost, 0.97, 0.9),
+            why="Each router knows only its own requests' load, and both send to the same replica at times.",
+        )
+        rows = []
+        for name, one in at.items():
+            ingress, placement = name.split(".")
+            numbers = one.row("ratio", "tokens_per_s", "hit_rate", "imbalance")[1:]
+            rows.append([INGRESS[ingress][0], PLACEMENTS[placement], *numbers])
+        yield Table(
+            "Medians over seeds (lowest to highest)",
+            "routers | placement | actual service, heavy : light | tokens/s | hit rate | imbalance",
+            rows,
+        )
+        there = {name: label for name, label in PLACEMENTS.items() if f"one.{name}" in at}
         panels = [
             Panel(
                 y=unit,
-                groups=tuple(TITLES.values()),
-                bars={
-                    label: [results[f"{ingress}.{name}"].number(path) for ingress in INGRESS]
-                    for name, label in PLACEMENTS.items()
-                    if f"one.{name}" in results
-                },
+                groups=[title for title, _ in INGRESS.values()],
+                bars={label: [at[f"{one}.{name}"][path] for one in INGRESS] for name, label in there.items()},
             )
             for unit, path in (("service, heavy : light", "ratio"), ("tokens/s", "tokens_per_s"))
         ]
-        return {"ratio": drawing(panels)}
+        caption = "Actual service of the client of weight 4 over that of weight 1, and throughput."
+        yield Figure("ratio", caption, drawing(panels))

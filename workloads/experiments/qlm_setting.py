@@ -9,7 +9,7 @@ A trace has 3,500 requests, as in the paper. Fewer replicas than the paper's 50 
 for each: 50 would hold all of a trace in memory at once, and nobody would wait.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
@@ -44,15 +44,6 @@ BATCH_2 = tuple(model for model in W_B if model.startswith("b2"))
 
 PLANS: Mapping[str, Json] = {"solver": "search", "plan_work": 50_000}
 """The same plan for the same queues, however fast the machine is."""
-
-LABELS: Mapping[str, str] = {
-    "qlm": "QLM",
-    "deadline": "deadline",
-    "edf": "EDF",
-    "fcfs_models": "FCFS",
-    "shepherd": "SHEPHERD",
-    "spread": "round-robin",
-}
 
 
 def qlm(
@@ -106,6 +97,21 @@ def rule(like: Site) -> Site:
     return with_fleet(replace(like, placement="deadline", placement_options=options), finish_s=0.0)
 
 
+SYSTEMS: Mapping[str, tuple[str, Callable[[Site], Site]]] = {
+    "qlm": ("QLM", lambda fleet: fleet),
+    "rule": ("deadline", rule),
+    "deadline": ("deadline", rule),
+    "edf": ("EDF", lambda fleet: other("edf", fleet)),
+    "affine": ("EDF, loaded model first", lambda fleet: other("edf", fleet, prefers_loaded=True)),
+    "fcfs": ("FCFS", lambda fleet: other("fcfs_models", fleet)),
+    "fcfs_models": ("FCFS", lambda fleet: other("fcfs_models", fleet)),
+    "shepherd": ("SHEPHERD", lambda fleet: other("shepherd", fleet)),
+    "turn": ("round-robin", lambda fleet: other("spread", fleet)),
+    "random": ("random", lambda fleet: other("spread", fleet, by="random")),
+}
+"""By the first part of a cell's name: the label, and the system on QLM's machines."""
+
+
 def w_a(rate_per_s: float, **others: Any) -> list[Stream]:
     """Requests of one model, so many a second of all classes together."""
     names = ("interactive", "batch-1", "batch-2")
@@ -133,8 +139,34 @@ def cell(
     rate = sum(stream.rate_per_s for stream in streams)
     duration_s = most / rate if most is not None and rate else 100.0
     arguments = {"streams": [_finite(asdict(stream)) for stream in streams], "most": most, **more}
-    label = label or LABELS.get(site.placement, site.placement)
     return Cell(name, site, TrafficSpec("deadlines", arguments), Plan(duration_s), seeds, label)
+
+
+def cells(
+    names: Sequence[str],
+    suffix: str,
+    fleet: Site,
+    streams: Sequence[Stream],
+    most: int | None,
+    label: str = "{}",
+) -> list[Cell]:
+    """These systems on one traffic."""
+    found = []
+    for name in names:
+        called, system = SYSTEMS[name]
+        made = cell(f"{name}.{suffix}", system(fleet), streams, most=most, label=label.format(called))
+        found.append(made)
+    return found
+
+
+def swept(at: Mapping[str, Result]) -> list[str]:
+    """What stands behind the systems' names, by size."""
+    return sorted({name.partition(".")[2] for name in at if "." in name}, key=float)
+
+
+def columns(at: Mapping[str, Result], names: Sequence[str], suffix: str, path: str = "attained") -> list[str]:
+    """Of these systems on one traffic."""
+    return [at[f"{name}.{suffix}"].shown(path) for name in names]
 
 
 def _finite(values: Mapping[str, Json]) -> dict[str, Json]:

@@ -1,0 +1,500 @@
+"""FairServe: a crowd of users and a few abusers, and three applications that ask for more than there is.
+
+The study's volumes are not published, and neither are model, GPU, pool and limits of its evaluation. Here 1,000 users
+with log-normal rates, 99 of 100 below 100 calls a minute, send interactions of six applications to eight A100. Rates
+and pools are such that the cluster is overloaded in little more than the surge: with a full A100's pool it would hold
+forty seconds of work before it counts as full.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import ClassVar
+
+from workloads.apps import BY_NAME, Crowd, client, service
+from workloads.arrivals import EvenArrivals, PhasedArrivals
+from workloads.clients import Client
+from workloads.experiments.claims import Entry, Part, Table, at_least, claim, graded
+from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
+from workloads.records import Run
+from workloads.served import totals
+from workloads.session import Plan
+from workloads.simulation import Site
+
+LENGTH_S = 300.0
+USERS, QUICK_USERS = 1000, 60
+MEDIAN_RPM = 0.008
+SPREAD = 2.0
+ABUSERS, LEAST_ABUSE, MOST_ABUSE = 5, 150.0, 1500.0
+ABUSED = "app12"
+"""What abusers send."""
+SURGE, SURGE_FACTOR = 0.1, 6.0
+REPLICAS, KV_TOKENS = 8, 65_536
+TIMEOUT_S = 120.0
+"""A user gives an interaction up that takes longer."""
+RPM = 10
+"""The fixed limit of the baseline, in calls a minute."""
+LIMITS: Mapping[str, Json] = {"user": 20, "apps": {"*": 20}}
+"""What 99 of 100 users stay below in their busiest minute, by a run without throttle."""
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """One of the paper's, or ours."""
+
+    label: str
+    policy: str
+    options: str = ""
+    throttle: str = "none"
+    limits: Mapping[str, Json] = field(default_factory=dict)
+
+
+SCHEDULERS: Mapping[str, Scheduler] = {
+    "rpm": Scheduler("RPM", "fcfs", throttle="rpm", limits={"user": RPM}),
+    "vtc": Scheduler("VTC", "vtc"),
+    "fs-w": Scheduler("FS(W)", "wsc", "lead=0"),
+    "fs": Scheduler("FS(W+I)", "wsc", throttle="oit", limits=LIMITS),
+    "literal": Scheduler(
+        "FS(W+I), by the letter",
+        "wsc",
+        "lead=inf,charge=on_finish,literal=true",
+        throttle="oit",
+        limits={**LIMITS, "counts": "arrivals"},
+    ),
+    "dlpm": Scheduler("WSC-DLPM + OIT", "wsc-dlpm", throttle="oit", limits=LIMITS),
+}
+
+
+def site(name: str, **more: Json) -> Site:
+    """A100 with Llama-3.1-8B, prompts first as in the paper."""
+    chosen = SCHEDULERS[name]
+    given: dict[str, Json] = {"replicas": REPLICAS, "kv_tokens": KV_TOKENS, **more}
+    return Site(
+        placement="least_tokens",
+        policy=chosen.policy,
+        policy_options=chosen.options,
+        throttle=chosen.throttle,
+        limits=chosen.limits,
+        stall_ms=0.0,
+        **given,
+    )
+
+
+def plan(duration_s: float, sample_s: float, timeout_s: float) -> Plan:
+    """Interactions begin for so long; the run goes on until all have ended or were given up."""
+    return Plan(
+        duration_s,
+        drain_s=None,
+        connections_per_client=1_000_000,
+        sample_s=sample_s,
+        token_step_s=5.0,
+        program_timeout_s=timeout_s,
+        waits=True,
+    )
+
+
+def served(apps: Mapping[str, Mapping[str, Json]]) -> dict[str, tuple[float, float]]:
+    """The service of each application's answered calls, plain and in average calls of the application."""
+    plain = {app: service(one["prompt_tokens"], one["output_tokens"]) for app, one in apps.items()}
+    return {app: (units, units / BY_NAME[app].normal_cost) for app, units in plain.items()}
+
+
+Ratios = tuple[float | None, float | None]
+"""Of plain and of normalised service."""
+
+PLAIN = """Plain service is the tokens of answered calls, cached ones too, where an output token counts twice;
+    normalised it is divided by what an average call of the application costs."""
+
+
+def fairness(results: Iterable[Result], what: str, ratios: Callable[[Mapping[str, Json]], Ratios]) -> Table:
+    """Two ratios of each run, as medians over seeds; a dash where a run has nothing to divide by."""
+
+    def row(result: Result) -> list[Entry]:
+        both = zip(*map(ratios, result.runs), strict=True)
+        return [result.cell.title, *(None if None in found else median(found) for found in both)]
+
+    return Table(
+        f"Fairness in plain and in normalised service: {what}; medians over seeds",
+        "scheduler | plain, in tokens | normalised, in average calls",
+        [row(result) for result in results],
+    )
+
+
+def _abuser_over_user(run: Mapping[str, Json]) -> Ratios:
+    users, heard = served(run["apps"]).values(), run["good"]["heard_users"]
+    abused = served({ABUSED: run["bad"]})[ABUSED]
+    plain, normalised = (sum(one) / heard if heard else 0.0 for one in zip(*users, strict=True))
+    each = [units / run["bad"]["users"] for units in abused]
+    return each[0] / plain if plain else None, each[1] / normalised if normalised else None
+
+
+class Crowded(Simulated):
+    """An experiment with the crowd."""
+
+    schedulers: Sequence[str] = tuple(SCHEDULERS)
+    surges: ClassVar[Mapping[str, float]] = {"": SURGE}
+    """Parts of the time with overload, by the end of a cell's name."""
+    lengths_s = (LENGTH_S, 40.0)
+
+    def plan(self, length_s: float) -> Plan:
+        return plan(length_s, max(length_s / 10, 1.0), TIMEOUT_S)
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        for suffix, surge in self.surges.items():
+            crowd = TrafficSpec("crowd", {"users": USERS if full else QUICK_USERS, "surge": surge})
+            for name in ("rpm", "fs") if suffix else self.schedulers:
+                yield f"{name}{suffix}", site(name), crowd, SCHEDULERS[name].label
+
+    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
+        given = cell.traffic.arguments
+        made = Crowd(
+            users=given["users"],
+            median_rpm=MEDIAN_RPM * USERS / given["users"],
+            spread=SPREAD,
+            abusers=ABUSERS,
+            least_abuse=LEAST_ABUSE,
+            most_abuse=MOST_ABUSE,
+            abused=ABUSED,
+            surge=given["surge"],
+            surge_factor=SURGE_FACTOR,
+        )
+        return made.clients(seed, cell.plan.duration_s)
+
+    def fairness(self, at: Mapping[str, Result]) -> Table:
+        """What an abuser got over what a user got."""
+        what = "what an abuser got over what a user got"
+        return fairness((at[name] for name in self.schedulers), what, _abuser_over_user)
+
+    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
+        facts = run.manifest.clients
+        good = [name for name, one in facts.items() if one["well_behaved"]]
+        bad = [name for name, one in facts.items() if not one["well_behaved"]]
+        everybody = totals(run, [*good, *bad])
+        apps = sorted({str(facts[name]["app"]) for name in good})
+        assert run.end is not None
+        return {
+            "good": totals(run, good).to_json(),
+            "bad": totals(run, bad).to_json(),
+            "all": everybody.to_json(),
+            "apps": {
+                app: totals(run, [name for name in good if facts[name]["app"] == app]).to_json()
+                for app in apps
+            },
+            "end_s": run.end.t_s,
+            "prompt_per_s": everybody.prompt_tokens / run.end.t_s,
+            "decode_per_s": everybody.output_tokens / run.end.t_s,
+        }
+
+
+class Abuse(Crowded):
+    id = "fairserve-abuse"
+    title = "Who is refused, what is cut, what is wasted"
+    source = "FairServe, Figure 8a to c"
+    about = f"""Llama-3.1-8B on {REPLICAS} A100 with {KV_TOKENS:,} tokens of cache each, for {LENGTH_S:.0f} s:
+        {USERS:,} users with log-normal rates of interactions of six applications, and {ABUSERS} abusers with
+        {LEAST_ABUSE:.0f} to {MOST_ABUSE:,.0f} calls a minute. In a part of the time all users together send
+        {SURGE_FACTOR:.0f} times as much. RPM refuses every call beyond {RPM} a minute of a user; FS(W+I) first calls
+        of interactions beyond {LIMITS["user"]}, while all replicas are overloaded. The paper names neither model,
+        GPU nor limits."""
+    schedulers = ("rpm", "fs", "literal", "dlpm")
+    surges: ClassVar[Mapping[str, float]] = {"": SURGE, ".30": 0.3, ".100": 1.0}
+
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        rpm, fs = at["rpm"], at["fs"]
+        lines: list[list[Entry]] = []
+        for suffix, surge in self.surges.items():
+            both = [at[f"{name}{suffix}"]["all/throttled"] for name in ("rpm", "fs")]
+            lines.append([f"{surge:.0%}", *both, both[0] / both[1] if both[1] else None])
+        throttled = rpm["all/throttled"] / fs["all/throttled"] if fs["all/throttled"] else None
+        cut, wasted = fs["all/cut"], fs["all/wasted/throttled"]
+        yield claim(
+            "RPM throttles many times as many interactions as FS(W+I)",
+            paper="21.15×",
+            ours=f"""{rpm["all/throttled"]:,.0f} against {fs["all/throttled"]:,.0f}, with overload in {SURGE:.0%} of
+                the time""",
+            holds="yes" if throttled is None else graded(throttled >= 10, throttled > 2),
+            why="""The ratio is about how much of the time there is overload, and how much of what is refused comes
+                from abusers, who are refused by both then; the paper says neither. The table has it over the part of
+                overload.""",
+        )
+        yield claim(
+            "FS(W+I) cuts no interaction and throttling wastes no token",
+            paper="none",
+            ours=f"{cut:.0f} cut, {wasted:,.0f} tokens",
+            holds=cut == 0 and wasted == 0,
+        )
+        rpm_wasted = rpm["all/wasted/throttled"]
+        yield claim(
+            "RPM wastes tokens of interactions that it cuts",
+            paper="15,660 tokens on average",
+            ours=f"{rpm_wasted:,.0f} tokens of {rpm['all/cut']:,.0f} interactions",
+            holds=rpm_wasted > 0,
+        )
+        refused, rpm_refused = fs["good/refused_part"], rpm["good/refused_part"]
+        yield claim(
+            "FS(W+I) refuses hardly any call of users",
+            paper="only users above the normal range",
+            ours=f"{refused:.2%} of users' calls; RPM {rpm_refused:.2%}",
+            holds=graded(refused <= 0.01, refused < rpm_refused),
+            why="A few users need more than the limit in the minute of the surge.",
+        )
+        yield Table(
+            "Interactions that were throttled, by the part of the time with overload; medians over seeds",
+            "overload | RPM | FS(W+I) | ratio",
+            lines,
+        )
+        paths = ("all/throttled", "all/cut", "all/wasted/throttled", "all/wasted/timed out")
+        yield Table(
+            "Medians over seeds",
+            """scheduler | cell | throttled | cut | tokens wasted, throttled | tokens wasted, timed out | users'
+                calls refused | abusers' calls refused""",
+            [
+                [one.cell.title, name, *one.row(*paths, "good/refused_part", "bad/refused_part")[1:]]
+                for name, one in at.items()
+            ],
+        )
+        yield self.fairness(at)
+        yield PLAIN
+        yield {
+            "throttled_rpm_over_fs": throttled,
+            "cut_fs": cut,
+            "wasted_fs_throttled": wasted,
+            "wasted_rpm": rpm_wasted,
+            "benign_refused_fs": refused,
+        }
+
+
+class Delay(Crowded):
+    id = "fairserve-delay"
+    title = "Users whose requests wait"
+    source = "FairServe, Figure 8d"
+    about = f"""The crowd of the other FairServe experiments, with overload in {SURGE:.0%} of the time. A user is
+        delayed whose requests waited longer than 5 s on average before they were admitted, or given up."""
+    schedulers = ("rpm", "vtc", "fs-w", "fs", "dlpm")
+
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        fs, vtc, rpm = (at[name]["good/delayed/5"] for name in ("fs", "vtc", "rpm"))
+        yield claim(
+            "Under FS(W+I) hardly any user is delayed",
+            paper="0.93%",
+            ours=f"{fs:.2%}",
+            holds=graded(fs <= 0.03, fs <= vtc and fs <= rpm),
+            why="While users alone ask for more than the GPU does, somebody waits under every scheduler.",
+        )
+        yield claim(
+            "VTC delays several times as many",
+            paper="10.67×",
+            ours=f"{vtc:.2%} of users",
+            holds=graded(vtc >= 5 * fs and vtc > 0, vtc > fs),
+            why="""Both serve the user that was served least. What the abusers send waits in their own queue under
+                VTC, and does not delay the others much.""",
+        )
+        yield claim(
+            "RPM, which is first come, first served below its limit, delays most of them",
+            paper="93×",
+            ours=f"{rpm:.2%} of users",
+            holds=graded(rpm >= 20 * fs and rpm > 0, rpm > fs),
+            why="Below the limits of the abusers' calls that are let in there is less load than under the others.",
+        )
+        yield Table(
+            "Users whose requests waited longer, on average; medians over seeds",
+            "scheduler | above 1 s | above 5 s | above 20 s | TTFT, s",
+            [
+                one.row("good/delayed/1", "good/delayed/5", "good/delayed/20", "good/ttft_s")
+                for one in at.values()
+            ],
+        )
+        yield self.fairness(at)
+        yield PLAIN
+        yield {
+            "delayed_fs": fs,
+            "delayed_vtc_over_fs": vtc / fs if fs else None,
+            "delayed_rpm_over_fs": rpm / fs if fs else None,
+        }
+
+
+class Table3(Crowded):
+    id = "fairserve-table3"
+    title = "Throughput, time to first token, and who is served"
+    source = "FairServe, Table 3 and Figure 9"
+    about = f"""The crowd of the other FairServe experiments, with overload in {SURGE:.0%} of the time. Throughput is
+        of answered calls, until the last interaction had ended. Served users got a final answer, of those who heard
+        of the end of an interaction at all; provided is the same of interactions. The paper's text and its table
+        differ: it says 1.05 times VTC's prompt throughput, and the table has 1.005."""
+    schedulers = ("rpm", "vtc", "fs-w", "fs", "literal", "dlpm")
+
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        def over(path: str, other: str) -> float:
+            return at["fs"][path] / at[other][path]
+
+        def tokens(name: str, app: str) -> float:
+            return at[name][f"apps/{app}/prompt_tokens"] + at[name][f"apps/{app}/output_tokens"]
+
+        prompts, outputs = "prompt_per_s", "decode_per_s"
+        ttft = at["rpm"]["good/ttft_s"] / at["fs"]["good/ttft_s"]
+        users, rpm_users = (at[name]["good/served_part"] for name in ("fs", "rpm"))
+        apps = [
+            tokens("fs", app) / tokens("rpm", app) for app in at["fs"].first["apps"] if tokens("rpm", app)
+        ]
+        for text, paper, ratio, enough, nearly, why in (
+            ("FS(W+I) computes as many prompt tokens as VTC", "1.005×", over(prompts, "vtc"), 1, 0.9,
+             "VTC also answers the calls of abusers that FS(W+I) refuses, and the GPU is never idle for either."),
+            ("and more than RPM", "1.1×", over(prompts, "rpm"), 1.05, 1,
+             """RPM refuses calls while the GPU has nothing to do; how many depends on the limit, which the paper
+                 does not say."""),
+            ("The same holds of output tokens, beside VTC", "1.02×", over(outputs, "vtc"), 1, 0.9, "As for prompts."),
+            ("and beside RPM", "1.47×", over(outputs, "rpm"), 1.3, 1, "As for prompts."),
+        ):  # fmt: skip
+            yield claim(
+                text, paper=paper, ours=f"{ratio:.3f}×", holds=at_least(ratio, enough, nearly), why=why
+            )
+        yield claim(
+            "RPM has the shorter time to first token",
+            paper="0.945×",
+            ours=f"{ttft:.3f}×",
+            holds=ttft < 1,
+            why="""RPM is first come, first served: who comes behind a surge waits for all of it. The paper's text
+                says that FairServe's time is the lower one, its table that RPM's is.""",
+        )
+        yield claim(
+            "Under FS(W+I) nearly every user is served",
+            paper="1.0",
+            ours=f"{users:.3f}",
+            holds=graded(users >= 0.99, users > rpm_users),
+            why=f"Interactions that take longer than {TIMEOUT_S:.0f} s are given up.",
+        )
+        yield claim(
+            "and under RPM not",
+            paper="0.876",
+            ours=f"{rpm_users:.3f}",
+            holds=graded(rpm_users <= 0.95, rpm_users < users),
+            why="A user is served who gets one final answer, and most of them have one short interaction.",
+        )
+        yield claim(
+            "No application fares worse than under RPM",
+            paper="1.03 to 1.75×",
+            ours=f"{min(apps):.2f} to {max(apps):.2f}×",
+            holds=at_least(min(apps), 1, 0.9),
+            why="An application of which RPM refuses little loses what others gain.",
+        )
+        paths = ("good/ttft_s", "good/served_part", "good/provided_part", "bad/refused_part")
+        yield Table(
+            "Medians over seeds",
+            """scheduler | prompt tokens/s | output tokens/s | users' TTFT, s | served users | provided interactions
+                | abusers' calls refused""",
+            [one.row(prompts, outputs, *paths) for one in at.values()],
+        )
+        yield self.fairness(at)
+        yield f"""{PLAIN} Users get nearly all that they ask for, so an abuser gets what they leave, and a limit that
+            holds always takes most of that."""
+        yield {
+            "prompt_fs_over_vtc": over(prompts, "vtc"),
+            "prompt_fs_over_rpm": over(prompts, "rpm"),
+            "decode_fs_over_vtc": over(outputs, "vtc"),
+            "decode_fs_over_rpm": over(outputs, "rpm"),
+            "ttft_rpm_over_fs": ttft,
+            "served_users_fs": users,
+            "served_users_rpm": rpm_users,
+            "worst_app_over_rpm": min(apps),
+        }
+
+
+# ---- Table 4: three applications of one user each, which send far more than the GPU does, with a time-out
+
+REQUESTS: Mapping[str, int] = {"app14": 269, "app7": 139, "app12": 448}
+"""Interactions of each, as the paper's row "Requests" has them."""
+MOST_CALLS = 3
+BURST_S = 5.0
+"""One application after the other sends all of its interactions within so long."""
+LONG_TIMEOUT_S = 180.0
+
+
+class Table4(Simulated):
+    id = "fairserve-table4"
+    title = "Three applications that send more than the GPU does"
+    source = "FairServe, Table 4"
+    about = f"""Llama-3.1-8B on one A100. One user each of three applications sends {REQUESTS["app14"]},
+        {REQUESTS["app7"]} and {REQUESTS["app12"]} interactions of up to {MOST_CALLS} calls, one application after
+        the other within {BURST_S:.0f} s; one that takes longer than {LONG_TIMEOUT_S:.0f} s is given up. RPM is first
+        come, first served here, as its limit refuses nothing. The paper says neither when the requests come nor how
+        long the time-out is."""
+    lengths_s = (len(REQUESTS) * BURST_S, len(REQUESTS) * BURST_S)
+
+    def plan(self, length_s: float) -> Plan:
+        return plan(length_s, 5.0, LONG_TIMEOUT_S)
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        sent = {name: round((1.0 if full else 0.15) * count) for name, count in REQUESTS.items()}
+        for name in ("rpm", "vtc", "fs-w", "fs", "dlpm"):
+            one = replace(site(name), replicas=1, limits={}, throttle="none")
+            yield name, one, TrafficSpec("three", {"requests": sent}), SCHEDULERS[name].label
+
+    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
+        made = []
+        for place, (name, count) in enumerate(cell.traffic.arguments["requests"].items()):
+            app = replace(BY_NAME[name], calls=(1, MOST_CALLS))
+            phases = [(EvenArrivals(count / BURST_S), BURST_S)]
+            if place:
+                phases.insert(0, (EvenArrivals(1e-6, first_s=1e6), place * BURST_S))
+            made.append(client(name, app, PhasedArrivals(phases), seed))
+        return made
+
+    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
+        assert run.end is not None
+        of = {name: totals(run, [name]).to_json() for name in REQUESTS}
+        return {
+            "apps": {
+                name: {**one, "prompt_per_s": one["prompt_tokens"] / run.end.t_s} for name, one in of.items()
+            },
+            "wasted": sum(one["wasted"]["timed out"] for one in of.values()),
+            "end_s": run.end.t_s,
+        }
+
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        rpm, vtc, fs = (at[name]["apps/app12/prompt_per_s"] for name in ("rpm", "vtc", "fs"))
+        wasted, less = (at[name]["wasted"] for name in ("vtc", "fs"))
+        times = vtc / rpm if rpm else None
+        yield claim(
+            "VTC gives the light application many times what first come, first served does",
+            paper="24×",
+            ours=f"{vtc:,.0f} against {rpm:,.0f} tokens/s",
+            holds="yes" if times is None else graded(times >= 10, times > 1),
+            why="It depends on who comes first, which the paper does not say.",
+        )
+        yield claim(
+            "FS(W+I) gives it no less than VTC",
+            paper="1.03×",
+            ours=f"{fs / vtc:.2f}×",
+            holds=at_least(fs / vtc, 1, 0.8),
+            why="""VTC gives each user the same tokens, and FS(W) the same number of average calls, so the
+                application with the short calls gets fewer tokens than under VTC once it has enough to send.""",
+        )
+        yield claim(
+            "VTC wastes many times the tokens on interactions that are given up",
+            paper="7.0×",
+            ours=f"{wasted:,.0f} against {less:,.0f} tokens",
+            holds=graded(wasted >= 3 * less and wasted > 0, wasted > less),
+            why="Within the lead interactions that have begun go first; beyond it they wait as under VTC.",
+        )
+        paths = [f"apps/{app}/{what}" for what in ("answered", "prompt_per_s") for app in REQUESTS]
+        yield Table(
+            "Medians over seeds",
+            """scheduler | app14 answered | app7 answered | app12 answered | app14 prompt tokens/s | app7 prompt
+                tokens/s | app12 prompt tokens/s | tokens wasted""",
+            [one.row(*paths, "wasted") for one in at.values()],
+        )
+        what = "what the application that got most got over the one that got least"
+        yield fairness(at.values(), what, _most_over_least)
+        yield PLAIN
+        yield {
+            "app12_vtc_over_rpm": times,
+            "app12_fs_over_vtc": fs / vtc,
+            "wasted_vtc_over_fs": wasted / less if less else None,
+        }
+
+
+def _most_over_least(run: Mapping[str, Json]) -> Ratios:
+    plain, normalised = (
+        max(got) / min(got) if min(got) else None for got in zip(*served(run["apps"]).values(), strict=True)
+    )
+    return plain, normalised
