@@ -2,11 +2,12 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from workloads.experiments.claims import Drawing
+from workloads.experiments.claims import Figure, Part, Table, claim
 from workloads.experiments.contract import Cell, Experiment, Measured, Result, Size, TrafficSpec
+from workloads.experiments.plots import Panel, drawing
 from workloads.session import Plan
 from workloads.simulation import Site
 
@@ -15,6 +16,10 @@ class Odd(Experiment):
     """Measures 2·x; a cell may fail, die or take long instead. Counts what it ran, in this process."""
 
     id = "odd"
+    title = "Twice as much"
+    source = "Nobody, Figure 0"
+    about = """Numbers are
+        doubled."""
 
     def __init__(self, cells: Sequence[tuple[str, Mapping[str, Any]]] = (), seeds: tuple[str, ...] = ("0",)):
         self._cells, self._seeds = cells, seeds
@@ -46,12 +51,19 @@ class Odd(Experiment):
             {"y": doubled, "deep": {"third": doubled / 3, "nothing": None}, "curves": [doubled]}, 2.0
         )
 
-    def values(self, results: Mapping[str, Result]) -> Mapping[str, Any]:
-        return {"total": sum(result.number("y") for result in results.values())}
-
-    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
-        heights = [1.0, *(result.number("y") for result in results.values())]
-        return {"y": Drawing(lambda canvas: canvas.subplots().plot(heights))}
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        total = sum(result["y"] for result in at.values())
+        yield claim(
+            "The sum is 6",
+            paper="6",
+            ours=f"{total:g}",
+            holds=total == 6,
+            partly=total > 0,
+            why="Other numbers.",
+        )
+        yield Table("Doubled", "cell | y", [one.row("y") for one in at.values()])
+        panel = Panel(y="y", lines={"y": ([0.0, 1.0], [1.0, total])})
+        yield Figure("y", "All of them.", drawing([panel]))
 
 
 EXPERIMENTS = {"odd": Odd([("good", {"x": 1}), ("bad", {"dies": True}), ("late", {"x": 2})])}

@@ -10,12 +10,12 @@ from random import Random
 
 import pytest
 
-from tests.support import odd_experiments
 from tests.support.budget import is_night
 from tests.support.live import lives
 from tests.support.odd_experiments import Odd
 from tests.support.waiting import wait_until
-from workloads.experiments import EXPERIMENTS, curves, results, runner, store, vtc_setting, words
+from workloads.experiments import EXPERIMENTS, curves, results, runner, store, vtc_setting
+from workloads.experiments.claims import Claim, Report, Table, at_least, at_most, claim
 from workloads.experiments.command import chosen, main, on_page
 from workloads.experiments.contract import SIZES, Cell, Experiment, Result, TrafficSpec
 from workloads.experiments.dlpm_table2 import WORKLOADS, Table2
@@ -57,11 +57,11 @@ def test_a_result_has_medians_and_ranges_over_seeds():
     )
     assert result.values("a/b") == [3.0, 1.0]
     assert result.median("a/b") == 2.0
-    assert result.shown("a/b") == "2 (1 to 3)"
+    assert result.row("a/b") == ["vtc", "2 (1 to 3)"]
     assert result.median("a/c") is None
     for path, known in (("a/b", 2), ("a/c", 0)):
         with pytest.raises(ValueError, match=f"{known} of 3 runs have {path}"):
-            result.number(path)
+            result[path]
 
 
 def test_a_curve_without_values_has_no_numbers():
@@ -83,6 +83,27 @@ def test_rates_that_nobody_has_are_not_equal():
     assert vtc_setting.largest_gap(result, "a", "b", since_s=61.0) == 0.0
     with pytest.raises(ValueError, match="no value"):
         vtc_setting.largest_gap(result, "a", "b", since_s=71.0)
+
+
+# ---- reports
+
+
+def test_a_report_has_its_parts_by_kind_whatever_their_order():
+    parts = ["a\n   note", Table("t", "a |\n  b", [["x", 1.0]]), claim("c", paper="p", ours="o", holds=True)]
+    report = Report([*parts, {"r": 2, "none": float("inf")}])
+    assert (report.claims, report.notes) == ([Claim("c", "p", "o", "yes")], ["a note"])
+    assert report.tables[0].columns == ["a", "b"]
+    assert report.ratios == {"r": 2.0, "none": None}
+    with pytest.raises(ValueError, match="not as wide as the head"):
+        Table("t", "a | b", [["x"]])
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(3.0, "yes"), (2.0, "partly"), (1.0, "no")])
+def test_bands_decide_the_verdict(value, verdict):
+    assert at_least(value, 3, 2) == verdict
+    assert at_most(-value, -3, -2) == verdict
+    found = claim("c", paper="p", ours="o", holds=value >= 3, partly=value >= 2)
+    assert found.holds == verdict
 
 
 # ---- traffic
@@ -196,7 +217,6 @@ def test_an_interruption_keeps_what_was_made(tmp_path):
 
 ABANDONS = """
 from multiprocessing import active_children
-from tests.support import odd_experiments
 from tests.support.budget import is_night
 from tests.support.odd_experiments import Odd
 from workloads.experiments import runner
@@ -252,6 +272,14 @@ def test_the_page_is_a_function_of_the_records_whatever_their_order(tmp_path):
         assert part in page
 
 
+def test_a_record_from_before_a_field_has_its_default(tmp_path):
+    [record] = records_of(tmp_path, CELLS[:1])
+    [cell] = Odd(CELLS[:1]).cells("full")
+    older = {key: value for key, value in record.cell["site"].items() if key != "throttle"}
+    assert replace(record, cell={**record.cell, "site": older}).of(cell, 1)
+    assert not replace(record, cell={**record.cell, "site": {**older, "throttle": "rpm"}}).of(cell, 1)
+
+
 def test_a_record_of_another_form_of_its_cell_is_not_reported(tmp_path):
     page = results.page(records_of(tmp_path), {"odd": Odd([("a", {"x": 1}), ("b", {"x": 5})])})
     assert "Not complete: without b." in page
@@ -293,10 +321,10 @@ def test_the_committed_page_is_what_the_committed_records_yield():
     assert results.page(records, on_page(EXPERIMENTS)) == (DOCS / "results.md").read_text(encoding="utf-8")
     for one in results.reports(records, on_page(EXPERIMENTS)):
         assert one.report is not None, f"{one.experiment.id} misses {one.missing}"
-        for claim in one.report.claims:
-            assert claim.text
-            assert claim.paper, f"{claim.text}: no number of the paper's"
-            assert claim.holds == "yes" or claim.why, f"{claim.text}: does not hold, and nobody says why"
+        for found in one.report.claims:
+            assert found.text
+            assert found.paper, f"{found.text}: no number of the paper's"
+            assert found.holds == "yes" or found.why, f"{found.text}: does not hold, and nobody says why"
         for figure in one.report.figures:
             assert (DOCS / "results" / results.figure_file(one.experiment.id, figure, "png")).exists()
 
@@ -328,14 +356,15 @@ def test_the_command_ends_with_1_after_a_failure(tmp_path, capsys):
 class Broken(Odd):
     """Its report fails."""
 
-    def values(self, results):
+    def report(self, at):
         raise KeyError("gone")
 
 
 class Unexplained(Odd):
-    """It claims what does not hold, and its words do not say why."""
+    """It claims what does not hold, and no words say why."""
 
-    id = "unexplained"
+    def report(self, at):
+        yield claim("All is well", paper="yes", ours="no", holds=False)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +372,6 @@ class Unexplained(Odd):
     [(Broken, 1, "odd: No report: KeyError: 'gone'"), (Unexplained, 0, "no words say why this does not")],
 )
 def test_what_is_not_explained_is_not_published(kind, status, says, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(words, "words_file", lambda _: Path(odd_experiments.__file__).with_suffix(".yaml"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     odd = {kind.id: kind(CELLS)}

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 
 from sglang_fair.sim.cost_model import Fitted, Scaled, to_json
 from workloads.clients import SCENARIOS, SMALL
-from workloads.experiments import words
+from workloads.experiments.claims import Report
 from workloads.experiments.contract import Result
 from workloads.experiments.model_validation import BENCH, Validation, compared, curves, deviation, numbers
 from workloads.programs import PackedCodec
@@ -54,7 +54,7 @@ def test_what_an_engine_does_not_tell_is_no_agreement(runs, told):
     record = {"calibration": None, "workloads": {"judge-s1": compared(("real", "simulated"), runs)}}
     record["workloads"]["judge-s1"]["simulated"]["deviation"]["hit_rate"] = None
     with pytest.raises(ValueError, match="1 of 1 deviations of hit_rate are not known"):
-        words.report(Validation(), {"bench": Result(Validation().cells("quick")[0], [record])})
+        Report(Validation().report({"bench": Result(Validation().cells("quick")[0], [record])}))
 
 
 def test_the_report_names_the_worst(runs, told):
@@ -64,7 +64,7 @@ def test_the_report_names_the_worst(runs, told):
         "calibration": {"fit": {"all": {"median": 0.05, "p90": 0.2}}, "scheduling_s": 0.001},
         "workloads": {"judge-s1": compared(names, runs)},
     }
-    report = words.report(Validation(), {"bench": Result(cell, [json.loads(json.dumps(record))])})
+    report = Report(Validation().report({"bench": Result(cell, [json.loads(json.dumps(record))])}))
     [claim], [table], [figure] = report.claims, report.tables, report.figures
     worst = deviation([told["real"]], told["simulated"])
     assert claim.holds == "no"
@@ -73,4 +73,4 @@ def test_the_report_names_the_worst(runs, told):
     assert figure.name == "bench-judge-s1"
     canvas = MatplotlibFigure()
     figure.drawing.draw(canvas)
-    assert len(canvas.axes[0].lines) == 2 * 4
+    assert [len(axes.lines) for axes in canvas.axes] == [4, 4]

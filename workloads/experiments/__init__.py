@@ -1,23 +1,17 @@
-"""The papers' experiments. An experiment is a Python file, which runs and measures, and a YAML file, which claims.
+"""The papers' experiments and ours.
 
-To add one, write
-
-    NAME.py      a class with `id`, `cells` and `measure`: what is run, and what is kept of a run (see `contract`)
-    NAME.yaml    title, claims with their bands, tables, captions: words that quote the records (see `words`)
-
-and add the class to `EXPERIMENTS` below. Then `sglang-fair reproduce ID --quick` runs it small, and
-`sglang-fair reproduce ID --publish` runs it and writes its records, plots and section of the page.
+To add one, write a class in a file here (see `contract`) and add it to `EXPERIMENTS` below. Then `sglang-fair reproduce
+ID --quick` runs it small, and `sglang-fair reproduce ID --publish` runs it and writes its records, plots and section of
+the page.
 """
 
 from collections.abc import Mapping
 
-from workloads.experiments.beyond_cache import Cache
 from workloads.experiments.beyond_deadlines import Shared
 from workloads.experiments.beyond_equity import Equity
 from workloads.experiments.beyond_isolation import Isolation as BesideFloods
 from workloads.experiments.beyond_isolation import Target
 from workloads.experiments.beyond_placement import Contest
-from workloads.experiments.beyond_production import Production
 from workloads.experiments.beyond_routers import Routers
 from workloads.experiments.contract import Experiment
 from workloads.experiments.cost_functions import CostFunctions
@@ -64,6 +58,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         Abuse(), Delay(), Table3(), Table4(), Equity(),
         Waits(), Blocking(), Drain(), Sweep(), Ablation(), Models(), Hardware(), Mega(), Queues(),
         Overhead(), Needed(), Shared(),
-        Routers(), Production(), Cache(), BesideFloods(), Contest(), Target(),
+        Routers(), BesideFloods(), Contest(), Target(),
     )
 }  # fmt: skip

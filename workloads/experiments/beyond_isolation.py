@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from workloads.clients import Client
-from workloads.experiments.claims import Figure, Part, Table, at_least, at_most, claim, graded
+from workloads.experiments.claims import Entry, Figure, Part, Table, at_least, at_most, claim, graded
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size, TrafficSpec
 from workloads.experiments.plots import Panel, drawing
 from workloads.isolation.attacks import ATTACKS, FLOOD, LIGHT_PERIOD_S, TRICKLE, Scene, scenes
@@ -254,7 +254,8 @@ class Target(Isolation):
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         solo_s = slowest_program_s(at["light"])
         program_s = {key: slowest_program_s(result) for key, result in at.items()}
-        kept, lines = {}, []
+        kept: dict[str, float] = {}
+        lines: list[list[Entry]] = []
         for key, result in at.items():
             name, _, flood = key.partition(".")
             if flood:

@@ -87,7 +87,7 @@ class Routers(dlpm.A10GExperiment):
         panels = [
             Panel(
                 y=unit,
-                groups=[title for title, _ in INGRESS.values()],
+                groups=[title.replace(", ", ",\n") for title, _ in INGRESS.values()],
                 bars={label: [at[f"{one}.{name}"][path] for one in INGRESS] for name, label in there.items()},
             )
             for unit, path in (("service, heavy : light", "ratio"), ("tokens/s", "tokens_per_s"))

@@ -28,7 +28,6 @@ from workloads.experiments.claims import VERDICTS
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.model_validation import Validation
 from workloads.experiments.runner import Failed, Job, Outcome
-from workloads.experiments.words import heading
 from workloads.terminal import FILE_COLUMNS, interrupted
 
 NAME = "sglang-fair reproduce"
@@ -157,11 +156,10 @@ def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> 
         there = len(jobs) - len(runner.missing(jobs, folder))
         took_s = sum(record.wall_s for record in store.read_folder(folder, [name]))
         simulated_h = sum(job.cell.simulated_s for job in jobs) / 3600
-        said = heading(experiment)
         view.add_row(
             name,
-            said.source,
-            said.title,
+            experiment.source,
+            experiment.title,
             str(len(jobs)),
             str(there),
             f"{simulated_h:.1f}",
@@ -245,7 +243,7 @@ def _publish(
 def claims_table(one: results.Reported) -> Table:
     """An experiment's claims for the terminal."""
     assert one.report is not None
-    view = Table(title=f"{one.experiment.id}: {one.heading.title}", title_justify="left")
+    view = Table(title=f"{one.experiment.id}: {one.experiment.title}", title_justify="left")
     for column in ("claim", "paper", "here", "holds"):
         view.add_column(column)
     for claim in one.report.claims:

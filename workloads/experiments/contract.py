@@ -1,37 +1,35 @@
-"""What an experiment is: cells to run, and what is kept of each run.
+"""What an experiment is: cells to run, what is kept of each run, and what is claimed of it.
 
 A *cell* is one scheduler on one traffic. Each of its seeds is one run, carried out in a worker process, and leaves one
 record: the JSON that `measure` returns. Reports are made from records alone, on any machine.
 
-The Python file has the cells and the measures:
-
-    LENGTH_S = 600.0
-
     class Shares(Simulated):
         id = "x-fig1"
+        title = "Two clients, one of them greedy"
+        source = "X, Figure 1"
+        about = f"{RPM} requests/min of one, twice as many of the other."
+        lengths_s = (600.0, 60.0)           # of a full run and of a quick one, which is a smoke test
 
-        def cells(self, size):
-            length_s = LENGTH_S if size == "full" else 60.0
-            return [
-                Cell(policy, Site(policy=policy), TrafficSpec("greedy", {"rpm": 90}), Plan(length_s), label=label)
-                for policy, label in (("vtc", "VTC"), ("fcfs", "FCFS"))
-            ]
+        def rows(self, full, length_s):     # or `cells`, where plans or seeds differ
+            for policy, label in (("vtc", "VTC"), ("fcfs", "FCFS")):
+                yield policy, Site(policy=policy), TrafficSpec("greedy", {"rpm": RPM}), label
+
+        def plan(self, length_s):
+            return Plan(length_s)
 
         def clients(self, cell, seed):      # in the worker: the arguments alone decide
             return [Client(...)]
 
         def measure(self, cell, run):       # JSON of at most about 50 KB; thin out curves
-            return {"tokens_per_s": summarize(run).throughput_tokens_per_s, "curves": {...}}
+            return {"tokens_per_s": summarize(run).throughput_tokens_per_s}
 
-        def values(self, results):          # optional: numbers that no short expression finds, such as a curve's
-            return {"longest_wait_s": largest(results["vtc"].curve("response_s", "client 1"))}
+        def report(self, at):               # `at["vtc"]["tokens_per_s"]` is the median over seeds
+            ratio = at["vtc"]["tokens_per_s"] / at["fcfs"]["tokens_per_s"]
+            yield claim("VTC costs no throughput", paper="779 tokens/s", ours=f"{ratio:.2f}× FCFS's",
+                        holds=at_least(ratio, 0.98, 0.9), why="Shown where the claim does not hold.")
+            yield Table("Medians", "scheduler | tokens/s", [one.row("tokens_per_s") for one in at.values()])
 
-        def drawings(self, results):        # optional: figures, drawn with `style`
-            return {"rate": Drawing(...)}
-
-The claims, tables, captions and all other words are data in a YAML file of the same name: see `words`. Quick cells are
-a smoke test: fewer and shorter, with the same report. A cell that is no simulation derives from `Experiment` and
-overrides `run`.
+A cell that is no simulation derives from `Experiment` and overrides `run`.
 """
 
 import re
@@ -42,7 +40,7 @@ from statistics import median
 from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 from workloads.clients import Client
-from workloads.experiments.claims import Drawing, Entry, Part, shown
+from workloads.experiments.claims import Entry, Part, shown
 from workloads.experiments.curves import Line
 from workloads.records import Run
 from workloads.session import Plan
@@ -59,15 +57,6 @@ Json: TypeAlias = Any
 
 CURVES = "curves"
 """The key of `measure` that is kept for a cell's first seed only: plots show one run, and records stay small."""
-
-LATER: tuple[tuple[str, str, Json], ...] = (
-    ("site", "throttle", "none"),
-    ("site", "limits", {}),
-    ("site", "fleet", None),
-    ("plan", "program_timeout_s", None),
-    ("plan", "waits", False),
-)
-"""Fields of a site or a plan that older records do not have, and what holds there."""
 
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9+._-]*")
 
@@ -115,16 +104,13 @@ class Cell:
         """Everything that decides the outcome of a run except its seed."""
         found = asdict(self)
         del found["seeds"], found["label"]
-        if not self.site.stall_ms:  # see `Site.from_json`
-            del found["site"]["stall_ms"]
-        if self.site.target_tpot_ms == 0:  # as before there was such a field
-            del found["site"]["target_tpot_ms"]
-        if not self.site.cache_share:  # plain LRU, as before there was such a field
-            del found["site"]["cache_share"]
-        for part, name, default in LATER:
-            if found[part][name] == default:
-                del found[part][name]
         return cast("dict[str, Json]", _plain(found))
+
+
+def filled(cell: Mapping[str, Json]) -> dict[str, Json]:
+    """A recorded cell with what it lacks: a field of site or plan that is younger than the record has its default."""
+    plan = {**_plain(asdict(Plan(1.0))), **cell["plan"]}
+    return {**cell, "site": {**_plain(asdict(Site())), **cell["site"]}, "plan": plan}
 
 
 Row: TypeAlias = tuple[str, Site, TrafficSpec, str]
@@ -207,7 +193,7 @@ class Experiment(ABC):
     bounds_steps: ClassVar[bool] = True
     """Whether replicas have the stall bound of their cell's site. False: they compute prompts first, whatever it is."""
 
-    title: ClassVar[str] = ""
+    title: ClassVar[str]
     source: ClassVar[str]
     """Paper and figures."""
     about: ClassVar[str]
@@ -240,17 +226,9 @@ class Experiment(ABC):
     def run(self, cell: Cell, seed: str) -> Measured:
         """Carry out one cell, in a worker process. An exception is shown as this cell's error."""
 
+    @abstractmethod
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        """Claims, tables, figures, notes and ratios. Derived from the records alone."""
-        raise NotImplementedError
-
-    def values(self, results: Mapping[str, Result]) -> Mapping[str, Json]:
-        """Numbers that the words quote beside the records' own fields. Derived from the records alone."""
-        return {}
-
-    def drawings(self, results: Mapping[str, Result]) -> Mapping[str, Drawing]:
-        """The figures, by the names under which the words have their captions."""
-        return {}
+        """Claims, tables, figures, notes and ratios. Derived from the records alone: the same records give the same."""
 
 
 class Simulated(Experiment):
@@ -270,11 +248,6 @@ class Simulated(Experiment):
         )
         assert found.end is not None, "a simulation ends"
         return Measured(self.measure(cell, found), found.end.t_s * cell.site.replicas)
-
-
-def by_label(results: Mapping[str, Result]) -> dict[str, Result]:
-    """The results by what legends call them."""
-    return {result.cell.title: result for result in results.values()}
 
 
 def _plain(value: Json) -> Json:

@@ -65,7 +65,8 @@ class Panel:
 def drawing(*rows: Sequence[Panel], scale: Literal["row", "none"] = "row") -> Drawing:
     """Rows of panels. Those of a row have one scale where they have one unit, unless `scale` says otherwise."""
     columns = max(len(row) for row in rows)
-    width, height = max(6.0, 3.2 * columns + 0.8), 0.4 + 3.0 * len(rows)
+    groups = max(len(panel.groups) for row in rows for panel in row)
+    width, height = max(6.0, 3.2 * columns + 0.8, 0.45 * columns * groups), 0.4 + 3.0 * len(rows)
     return Drawing(lambda canvas: _draw(canvas, rows, scale), (width, height))
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from sglang_fair.core import POLICIES
 from sglang_fair.settings.table import Cluster
-from workloads.experiments.claims import Claim, Figure, Report, Table, shown
+from workloads.experiments.claims import Claim, Figure, Report, Table, plain, shown
 from workloads.experiments.contract import Cell, Experiment, Result, Size
 from workloads.experiments.store import Record
-from workloads.experiments.words import Heading, heading, report
 
 DPI = 110
 
@@ -47,7 +46,6 @@ class Reported:
     """An experiment and what its records say."""
 
     experiment: Experiment
-    heading: Heading
     records: Sequence[Record]
     missing: Sequence[str]
     """Cells without a record. If there are any, there is no report."""
@@ -74,11 +72,7 @@ def reports(records: Sequence[Record], experiments: Mapping[str, Experiment]) ->
         mine = [r for r in mine if r.name in cells and r.of(cells[r.name], experiment.version)]
         had = {(record.name, record.seed) for record in mine}
         missing = [c.name for c in cells.values() if any((c.name, seed) not in had for seed in c.seeds)]
-        found.append(
-            Reported(
-                experiment, heading(experiment), mine, missing, *_report(experiment, mine, missing, cells)
-            )
-        )
+        found.append(Reported(experiment, mine, missing, *_report(experiment, mine, missing, cells)))
     return found
 
 
@@ -89,7 +83,7 @@ def _report(
     if missing:
         return None, ""
     try:
-        return report(experiment, results_of(records, cells)), ""
+        return Report(experiment.report(results_of(records, cells))), ""
     except Exception as error:  # whatever one experiment gets wrong, the others are reported
         return None, f"{type(error).__name__}: {error}"
 
@@ -153,7 +147,7 @@ def _size(records: Sequence[Record]) -> Size:
 def _summary(told: Sequence[Reported]) -> str:
     rows = [
         (
-            f"[{one.heading.source}](#{_anchor(one)})",
+            f"[{one.experiment.source}](#{_anchor(one)})",
             claim.text,
             claim.paper,
             claim.ours,
@@ -174,7 +168,7 @@ def _summary(told: Sequence[Reported]) -> str:
 
 def _differences(told: Sequence[Reported]) -> str:
     lines = [
-        f"- **{one.heading.source}**: {claim.text}. Paper: {claim.paper}. Here: {claim.ours}. {claim.why}".rstrip()
+        f"- **{one.experiment.source}**: {claim.text}. Paper: {claim.paper}. Here: {claim.ours}. {claim.why}".rstrip()
         for one in told
         if one.report
         for claim in one.report.claims
@@ -184,8 +178,8 @@ def _differences(told: Sequence[Reported]) -> str:
 
 
 def _section(one: Reported, plots: str) -> str:
-    name, said = one.experiment.id, one.heading
-    about = f"*{said.source}* (`{name}`). {said.about}"
+    name = one.experiment.id
+    about = f"*{one.experiment.source}* (`{name}`). {plain(one.experiment.about)}"
     parts = [f"## {_section_title(one)}", about, *([_stall_bounds(one)] if one.records else [])]
     if one.report is None:
         parts.append(one.lacks)
@@ -207,7 +201,7 @@ def _stall_bounds(one: Reported) -> str:
     for record in one.records:
         site = record.cell["site"]
         if one.experiment.bounds_steps and POLICIES[site["policy"]].shares_steps:
-            bound = _stall_bound(site.get("stall_ms", 0.0), site.get("target_tpot_ms", 0.0))
+            bound = _stall_bound(site["stall_ms"], site["target_tpot_ms"])
             found.setdefault(bound, {})[titles[record.name]] = None
     if not set(found) - {_NO_BOUND}:
         return f"Stall bound: {_NO_BOUND}. The default is {Cluster.stall_ms:g} ms."
@@ -232,7 +226,7 @@ def _stall_bound(stall_ms: float, target_tpot_ms: float | None) -> str:
 
 
 def _section_title(one: Reported) -> str:
-    return f"{one.experiment.id}: {one.heading.title}"
+    return f"{one.experiment.id}: {one.experiment.title}"
 
 
 def _anchor(one: Reported) -> str:

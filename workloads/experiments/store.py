@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from workloads.experiments.contract import Cell, Json, Size
+from workloads.experiments.contract import Cell, Json, Size, filled
 
 SCHEMA = 1
 
@@ -46,7 +46,7 @@ class Record:
 
     def of(self, cell: Cell, version: int) -> bool:
         """Whether this is a run of `cell` as it is specified, and measured by that version of its experiment."""
-        return self.version == version and dict(self.cell) == cell.to_json()
+        return self.version == version and filled(self.cell) == cell.to_json()
 
 
 def path_of(folder: Path, experiment: str, cell: str, seed: str) -> Path:
