@@ -269,7 +269,7 @@ def explain(
         found = explained.read(gateway, request)
     except Unreachable as error:
         _fail(str(error), 1)
-    print(json.dumps(found) if as_json else explained.told(found))
+    print(json.dumps(found) if as_json else explained.in_words(found))
 
 
 @app.command()

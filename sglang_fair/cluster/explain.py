@@ -43,7 +43,7 @@ def read(gateway: str, request: str) -> dict[str, Any]:
     return fetch(f"{gateway.rstrip('/')}/explain/{quote(request, safe='')}", bearer(key))
 
 
-def told(answer: Mapping[str, Any]) -> str:
+def in_words(answer: Mapping[str, Any]) -> str:
     """For a person."""
     parts = ["\n".join(_request(request)) for request in answer["requests"]]
     if answer.get("router"):

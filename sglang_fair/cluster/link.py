@@ -9,7 +9,8 @@ from sglang_fair.common.curve import Keys
 
 
 class RouterLink(RouterClient):
-    """Messages sent while the router is down reach its successor, in order. Connects when it is made."""
+    """Tells a router about its workers. Messages sent while it is down reach its successor, in order. Connects when it
+    is made."""
 
     def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
         super().__init__(endpoint, keys, beats=False)
@@ -39,33 +40,10 @@ class RouterLink(RouterClient):
         self.tell(WorkerDrain(worker.name))
 
 
-async def router_workers(
-    endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
-) -> dict[str, Any] | None:
-    """The workers in the answer of the router at `endpoint`, by name. None if it does not answer in time. With `keys`,
-    here and below, it must have its own."""
-    return await _part("workers", endpoint, timeout_s, keys)
-
-
-async def router_swaps(
-    endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
-) -> dict[str, Any] | None:
-    """How far each worker is with loading another model, by name. None if the router does not answer in time."""
-    return await _part("swaps", endpoint, timeout_s, keys)
-
-
-async def router_shortage(
-    endpoint: str, timeout_s: float = 1.0, keys: Keys | None = None
-) -> dict[str, Any] | None:
-    """What the queues of the router at `endpoint` say is missing; None if nothing is, or it does not answer."""
-    shortage = (await _part("queues", endpoint, timeout_s, keys) or {}).get("shortage")
-    return shortage if isinstance(shortage, dict) else None
-
-
-async def router_asked(
+async def router_answer(
     endpoint: str, question: Query | Swap, timeout_s: float = 1.0, keys: Keys | None = None
 ) -> Snapshot | Refuse | None:
-    """What the router at `endpoint` answers. None if it does not in time."""
+    """What the router at `endpoint` answers, None if it does not in time. With `keys` it must have its own."""
     async with RouterClient(endpoint, keys, beats=False) as client:
         try:
             answer: Snapshot | Refuse = await client.ask(question, (Snapshot, Refuse), timeout_s)
@@ -74,9 +52,13 @@ async def router_asked(
         return answer
 
 
-async def _part(name: str, endpoint: str, timeout_s: float, keys: Keys | None) -> dict[str, Any] | None:
-    answer = await router_asked(endpoint, Query(""), timeout_s, keys)
+async def router_state(
+    endpoint: str, part: str, timeout_s: float = 1.0, keys: Keys | None = None
+) -> dict[str, Any] | None:
+    """A part of the router's snapshot: its workers by name, how far they are with loading another model (swaps), its
+    queues. Empty if it has no such part, None if it does not answer in time."""
+    answer = await router_answer(endpoint, Query(""), timeout_s, keys)
     if not isinstance(answer, Snapshot):
         return None
-    found = answer.state.get(name)
+    found = answer.state.get(part)
     return found if isinstance(found, dict) else {}

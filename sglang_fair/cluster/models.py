@@ -29,7 +29,7 @@ RESERVED = "default"
 _M = TypeVar("_M")
 
 
-def asked_for(cluster: Cluster) -> dict[str, str]:
+def by_name(cluster: Cluster) -> dict[str, str]:
     """What each name stands for, in the order given: a value of --model. Empty for --model alone. Raises
     SettingError."""
     return {name: model for name, (model, _) in _parsed(cluster).items()}
@@ -49,7 +49,7 @@ def loadable(cluster: Cluster) -> dict[int, tuple[str, ...]]:
     that keep theirs are left out. Raises SettingError."""
     first = dealt(cluster)
     swaps = _swaps(cluster, len(first))
-    unused = asked_for(cluster).keys() - {*first, *(name for names in swaps.values() for name in names)}
+    unused = by_name(cluster).keys() - {*first, *(name for names in swaps.values() for name in names)}
     if unused:
         raise _wrong(f"--swap: no replica can load {min(unused)}", "swap")
     return {
@@ -61,7 +61,7 @@ def loadable(cluster: Cluster) -> dict[int, tuple[str, ...]]:
 
 def _swaps(cluster: Cluster, replicas: int) -> dict[int, tuple[str, ...]]:
     """The models that each replica can load, as --swap has them."""
-    known = tuple(asked_for(cluster))
+    known = tuple(by_name(cluster))
     if cluster.swap == NONE:
         return {}
     if not known:

@@ -88,7 +88,7 @@ class Options(Cluster):
     def model_names(self) -> dict[str, str]:
         """What each model is called, and what --model would be for it; "" is the name of --model itself. Raises
         ConfigError."""
-        return models.asked_for(self) or {"": self.model}
+        return models.by_name(self) or {"": self.model}
 
     def emulation(self) -> Emulation | None:
         """What the replicas emulate, the first of them if they differ; None for a real engine. Raises ConfigError."""

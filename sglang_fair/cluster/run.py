@@ -23,7 +23,7 @@ from sglang_fair.cluster.child import kill_session
 from sglang_fair.cluster.console import ConsoleReporter, Replicas, addresses, example, make_console, show
 from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.gpus import GpusTaken
-from sglang_fair.cluster.link import RouterLink, router_shortage
+from sglang_fair.cluster.link import RouterLink, router_state
 from sglang_fair.cluster.local import Additions, Local
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import (
@@ -41,7 +41,7 @@ from sglang_fair.cluster.plan import (
 )
 from sglang_fair.cluster.ports import Ports, PortTaken, Reservations, choose, choose_one, claim
 from sglang_fair.cluster.scale import ScaleUp
-from sglang_fair.cluster.scaling import Scaling
+from sglang_fair.cluster.scaling import scale_up
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
 from sglang_fair.common import curve
@@ -248,7 +248,7 @@ async def _supervise(
     added: Additions,
     gpu_marks: Marks,
     control_path: Path | None,
-    scale_up: int,
+    most: int,
     keys: Keys | None,
 ) -> int:
     assert plan.router is not None
@@ -279,10 +279,9 @@ async def _supervise(
                 await control.start()
         except OSError as error:
             reporter.say(f"replicas cannot be added or drained here: {error}")
-        scaling = Scaling(
-            ScaleUp(scale_up), partial(router_shortage, plan.router, keys=keys), workers.add, reporter.say
-        )
-        scales = asyncio.create_task(scaling.run()) if scale_up else None
+        queues = partial(router_state, plan.router, "queues", keys=keys)
+        scaling = scale_up(ScaleUp(most), queues, workers.add, reporter.say) if most else None
+        scales = None if scaling is None else asyncio.create_task(scaling)
         try:
             asked = await supervisor.run()
         finally:

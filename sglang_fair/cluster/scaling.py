@@ -9,43 +9,33 @@ from sglang_fair.cluster.scale import ScaleUp
 
 LOOK_S = 1.0
 
-Shortage = Callable[[], Awaitable[dict[str, Any] | None]]
+Queues = Callable[[], Awaitable[dict[str, Any] | None]]
+"""The router's, as `/status` has them."""
+
 Add = Callable[[Say, str | None], Awaitable[Any]]
 """As `Workers.add`."""
 
 
-class Scaling:
-    """Looks every `LOOK_S` seconds."""
-
-    def __init__(self, rule: ScaleUp, shortage: Shortage, add: Add, say: Say) -> None:
-        self._rule = rule
-        self._shortage = shortage
-        self._add = add
-        self._say = say
-
-    async def run(self) -> None:
-        """Goes on until it is cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            shortage = await self._shortage()
-            model = self._rule.look(shortage, loop.time())
-            if model is not None:
-                await self._start(model, shortage or {})
-            await asyncio.sleep(LOOK_S)
-
-    async def _start(self, model: str, shortage: dict[str, Any]) -> None:
-        rule, loop = self._rule, asyncio.get_running_loop()
-        which = f" of {model}" if model else ""
-        self._say(
-            f"scale-up {rule.added + 1} of {rule.most}: one more replica{which} is started, because deadlines cannot "
-            f"be met ({shortage.get('more') or 'at least ' + str(shortage.get('least'))} more would do: "
-            f"{shortage.get('why', '')})"
-        )
-        try:
-            row = await self._add(self._say, model or None)
-        except Refused as error:
-            rule.failed(loop.time())
-            self._say(f"scale-up: none could be started; tried again in {rule.retry_s:.0f} s: {error}")
-            return
-        rule.started(loop.time())
-        self._say(f"scale-up: {row.name} serves; {rule.most - rule.added} more may be started")
+async def scale_up(rule: ScaleUp, queues: Queues, add: Add, say: Say) -> None:
+    """Looks every `LOOK_S` seconds, until it is cancelled."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        found = (await queues() or {}).get("shortage")
+        shortage = found if isinstance(found, dict) else {}
+        model = rule.look(shortage, clock())
+        if model is not None:
+            which = f" of {model}" if model else ""
+            more = shortage.get("more") or f"at least {shortage.get('least')}"
+            say(
+                f"scale-up {rule.added + 1} of {rule.most}: one more replica{which} is started, because deadlines "
+                f"cannot be met ({more} more would do: {shortage.get('why', '')})"
+            )
+            try:
+                row = await add(say, model or None)
+            except Refused as error:
+                rule.failed(clock())
+                say(f"scale-up: none could be started; tried again in {rule.retry_s:.0f} s: {error}")
+            else:
+                rule.started(clock())
+                say(f"scale-up: {row.name} serves; {rule.most - rule.added} more may be started")
+        await asyncio.sleep(LOOK_S)

@@ -14,7 +14,7 @@ from typing import assert_never
 
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.console import ConsoleReporter
-from sglang_fair.cluster.link import RouterLink, router_workers
+from sglang_fair.cluster.link import RouterLink, router_state
 from sglang_fair.cluster.plan import (
     DISPENSABLE,
     START_ORDER,
@@ -332,7 +332,9 @@ async def becomes_ready(ready: Ready, child: Child) -> None:
             await answers_200(url, None if certificate is None else tls.pinned(certificate))
         case RouterReady(endpoint, folder, replicas):
             keys = Keys.read_if(folder, "gateway")
-            while (known := await router_workers(endpoint, keys=keys)) is None or len(known) < replicas:
+            while (known := await router_state(endpoint, "workers", keys=keys)) is None or len(
+                known
+            ) < replicas:
                 await asyncio.sleep(POLL_S)
         case _:
             assert_never(ready)

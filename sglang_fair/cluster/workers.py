@@ -17,7 +17,7 @@ import aiohttp
 
 from router.events import Refuse, Swap
 from sglang_fair.cluster.control import Refused, Say
-from sglang_fair.cluster.link import router_asked, router_swaps, router_workers
+from sglang_fair.cluster.link import router_answer, router_state
 from sglang_fair.cluster.status import model_of
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.service_keys import replica_key
@@ -108,21 +108,21 @@ class Workers:
 
     async def seen(self) -> list[ReplicaState]:
         """The same with the models that those have which can load several, if a router answers."""
-        swaps = await router_swaps(self._router, keys=self._keys) or {}
+        swaps = await router_state(self._router, "swaps", keys=self._keys) or {}
         return [
             replace(row, model=model_of(swaps[row.name])) if row.name in swaps else row for row in self.rows()
         ]
 
     async def swap(self, name: str, model: str, say: Say) -> dict[str, Any]:
         """Has a replica load another model, and returns when it serves. Raises `Refused`."""
-        began = await router_asked(self._router, Swap("swap", name, model), KNOWN_S, self._keys)
+        began = await router_answer(self._router, Swap("swap", name, model), KNOWN_S, self._keys)
         if isinstance(began, Refuse):
             raise Refused(began.reason)
         if began is None:
             raise Refused("no router answers")
         said = ""
         while True:
-            state = (await router_swaps(self._router, keys=self._keys) or {}).get(name, {})
+            state = (await router_state(self._router, "swaps", keys=self._keys) or {}).get(name, {})
             phase = state.get("phase", "unknown")
             if phase == "serves":
                 break
@@ -137,7 +137,9 @@ class Workers:
     async def add(self, say: Say, model: str | None = None) -> ReplicaState:
         """Starts one more replica, of the model of this name if one is given, and returns when it serves. Raises
         `Refused`."""
-        known = await router_workers(self._router, keys=self._keys) or {}  # gateways may have added some
+        known = (
+            await router_state(self._router, "workers", keys=self._keys) or {}
+        )  # gateways may have added some
         taken = {number(name) for name in (*known, *self._states, *(row.name for row in self._crew.rows()))}
         chosen = next(one for one in range(len(taken) + 1) if one not in taken)
         name = f"r{chosen}"
@@ -173,7 +175,7 @@ class Workers:
         """Returns when the router no longer lists the worker and it has no request left, or when it has died."""
         said = None
         while True:
-            known = await router_workers(self._router, keys=self._keys)
+            known = await router_state(self._router, "workers", keys=self._keys)
             if known is not None and name not in known:
                 break
             if known is None:
@@ -194,7 +196,7 @@ class Workers:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + KNOWN_S
         while loop.time() < until_s:
-            if name in (await router_workers(self._router, keys=self._keys) or {}):
+            if name in (await router_state(self._router, "workers", keys=self._keys) or {}):
                 return True
             await asyncio.sleep(POLL_S)
         return False

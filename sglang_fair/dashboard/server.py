@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from sglang_fair.cluster.explain import told
+from sglang_fair.cluster.explain import in_words
 from sglang_fair.common.guard import FORM, JSON, objection
 from sglang_fair.dashboard.model import SPANS
 from sglang_fair.dashboard.peers import Peers, Poller, Refused
@@ -98,7 +98,7 @@ def application(
 
     async def explain(request: web.Request) -> web.Response:
         answer = await pollers[0][1].explain(request.match_info["id"])
-        return web.json_response({"text": told(answer)})
+        return web.json_response({"text": in_words(answer)})
 
     async def change(request: web.Request) -> web.Response:
         weight = _weight(await request.read())

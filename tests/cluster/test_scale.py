@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_fair.cluster.control import Refused, Say
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.scale import ScaleUp
-from sglang_fair.cluster.scaling import Scaling
+from sglang_fair.cluster.scaling import scale_up
 from tests.support.budget import examples
 
 SHORT = {"more": 2, "least": 1, "models": {"b": 1, "a": 1, "c": 0}, "why": "work", "for_s": 3.0}
@@ -103,7 +103,7 @@ def test_replicas_are_started_and_what_fails_is_said(monkeypatch: pytest.MonkeyP
     asked: list[str | None] = []
 
     async def shortage() -> dict[str, Any]:
-        return SHORT
+        return {"shortage": SHORT}
 
     async def add(say: Say, model: str | None) -> SimpleNamespace:
         asked.append(model)
@@ -114,7 +114,7 @@ def test_replicas_are_started_and_what_fails_is_said(monkeypatch: pytest.MonkeyP
 
     async def run() -> None:
         rule = ScaleUp(1, lasts_s=0, settle_s=0, retry_s=0)
-        scaling = asyncio.create_task(Scaling(rule, shortage, add, said.append).run())
+        scaling = asyncio.create_task(scale_up(rule, shortage, add, said.append))
         async with asyncio.timeout(60):
             while rule.added < 1:
                 await asyncio.sleep(0.001)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from sglang_fair.cluster.link import router_workers
+from sglang_fair.cluster.link import router_state
 from tests.support.waiting import eventually
 
 NAME = "replicas.test"
@@ -94,7 +94,9 @@ async def body() -> None:
     )  # fmt: skip
 
     async def lists(*addresses: str) -> bool:
-        return set(await router_workers(bound) or ()) == {f"{address}:{PORT}" for address in addresses}
+        return set(await router_state(bound, "workers") or ()) == {
+            f"{address}:{PORT}" for address in addresses
+        }
 
     async def asked_again() -> None:
         before = server.asked
@@ -105,7 +107,7 @@ async def body() -> None:
         assert await lists(), "a name without addresses is nobody"
         server.addresses = {"127.0.0.2", "::1"}
         await eventually(lambda: lists("127.0.0.2", "::1"), "both kinds of addresses are replicas")
-        known = await router_workers(bound) or {}
+        known = await router_state(bound, "workers") or {}
         assert known[f"::1:{PORT}"]["url"] == f"http://[::1]:{PORT}"
         assert known[f"127.0.0.2:{PORT}"]["kv"] == "tcp://127.0.0.2:9000"
         late = replicas["127.0.0.3"]
