@@ -36,6 +36,12 @@ def worker(text: str) -> WorkerUp:
     return _up(called, values["http"], values)
 
 
+def written(up: WorkerUp) -> str:
+    """A replica as `worker` reads it."""
+    fields = {"kv": up.kv, "replay": up.replay, "load": up.load, "model": "|".join(up.models)}
+    return f"{up.worker},http={up.url}" + "".join(f",{key}={value}" for key, value in fields.items() if value)
+
+
 @dataclass(frozen=True)
 class Name:
     """A DNS name, the port at which each of its addresses is a replica, and what else holds for each."""

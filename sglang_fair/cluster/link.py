@@ -4,7 +4,6 @@ from typing import Any
 
 from router.client import RouterClient, RouterGone
 from router.events import Query, Refuse, Snapshot, Swap, WorkerDown, WorkerDrain, WorkerUp
-from sglang_fair.cluster.plan import Worker
 from sglang_fair.common.curve import Keys
 
 
@@ -16,28 +15,17 @@ class RouterLink(RouterClient):
         super().__init__(endpoint, keys, beats=False)
         self.start()
 
-    def up(self, worker: Worker) -> None:
+    def up(self, worker: WorkerUp) -> None:
         """`worker` serves again, with an empty cache."""
-        models = worker.models or ((worker.model,) if worker.model else ())
-        self.tell(
-            WorkerUp(
-                worker.name,
-                worker.url,
-                worker.kv,
-                worker.replay,
-                load=worker.load,
-                models=models,
-                loaded="" if worker.models else worker.model,
-            )
-        )
+        self.tell(worker)
 
-    def down(self, worker: Worker) -> None:
+    def down(self, worker: WorkerUp) -> None:
         """`worker` is gone."""
-        self.tell(WorkerDown(worker.name))
+        self.tell(WorkerDown(worker.worker))
 
-    def drain(self, worker: Worker) -> None:
+    def drain(self, worker: WorkerUp) -> None:
         """`worker` must get no new requests; it is gone when it has none left."""
-        self.tell(WorkerDrain(worker.name))
+        self.tell(WorkerDrain(worker.worker))
 
 
 async def router_answer(

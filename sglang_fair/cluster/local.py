@@ -103,7 +103,7 @@ class Local:
 
     async def start(self, number: int, model: str | None, say: Say) -> None:
         """One more, with its agent. Raises `Refused`."""
-        has = [one.worker.model for one in self._specs() if one.worker is not None]
+        has = [one.models[0] for one in self._specs()]
         try:
             spec, agent = self._plan(number, model, has)
         except (ConfigError, PortTaken, GpusTaken) as error:
@@ -170,4 +170,4 @@ class Local:
     def _row(self, spec: Process) -> ReplicaState:
         assert spec.worker is not None
         state, pid = self._supervisor.state(spec.name), self._supervisor.pids.get(spec.name)
-        return ReplicaState(spec.name, spec.worker.url, pid, state, spec.worker.model)
+        return ReplicaState(spec.name, spec.worker.url, pid, state, spec.models[0])

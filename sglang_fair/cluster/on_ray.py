@@ -30,6 +30,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from router.events import WorkerUp
+from router.replica_lists import specs
 from sglang_fair.cluster.child import kill_session
 from sglang_fair.cluster.console import TROUBLE
 from sglang_fair.cluster.control import Control, Refused, Say
@@ -39,9 +41,7 @@ from sglang_fair.cluster.plan import (
     PROGRAMS,
     FleetFiles,
     Replica,
-    Worker,
     placed,
-    written,
 )
 from sglang_fair.cluster.ports import Reservations, choose_replica
 from sglang_fair.cluster.workers import ReplicaState, Workers, number
@@ -177,7 +177,7 @@ def amounts(resources: Mapping[str, float]) -> str:
 class Place(msgspec.Struct, frozen=True):
     """Where a replica's process is."""
 
-    worker: Worker
+    worker: WorkerUp
     node: str
     pid: int
     is_restart: bool = False
@@ -468,7 +468,7 @@ class Fleet:
     def _write(self) -> None:
         """Lists those that may get requests."""
         lines = "".join(
-            f"{written(one.place.worker)}\n"
+            f"{specs.written(one.place.worker)}\n"
             for one in self._members.values()
             if one.place is not None and one.is_up and not one.is_draining
         )

@@ -9,7 +9,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from router.batches.folder import absolute
+from router.events import WorkerUp
 from router.gateway import limits
+from router.replica_lists import specs
 from sglang_fair.cluster.gpus import Gpu, environment
 from sglang_fair.cluster.options import ConfigError, Device, Options, extra_argument, page_tokens
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
@@ -125,27 +127,6 @@ Ready = HttpReady | LineReady | RouterReady
 
 
 @dataclass(frozen=True)
-class Worker:
-    """A replica as the router knows it."""
-
-    name: str
-    url: str
-    kv: str
-    replay: str
-    load: str | None = None
-    """Where it says how much it has to do, if the router wants to know."""
-    model: str = ""
-    """Which of several it has, or begins with; "": the only one, which gateways may call as they like."""
-    models: tuple[str, ...] = ()
-    """Those that it can load in turn; its agent says which it has. (): it keeps its own."""
-
-    @property
-    def all_models(self) -> tuple[str, ...]:
-        """The one that it has or begins with, and those that it can load."""
-        return self.model, *self.models
-
-
-@dataclass(frozen=True)
 class Replica:
     """A replica before it has an address: all but its host, its ports and its GPUs."""
 
@@ -156,8 +137,9 @@ class Replica:
     """SGLang's."""
     ready_timeout_s: float
     model: str = ""
+    """Which of several it has, or begins with; "": the only one, which gateways may call as they like."""
     models: tuple[str, ...] = ()
-    """As those of `Worker`."""
+    """Those that it can load in turn, the first one first; its agent says which it has. (): it keeps its own."""
 
     def renamed(self, name: str) -> "Replica":
         """Another one like it."""
@@ -189,7 +171,7 @@ class Process:
     stop_grace_s: float
     env: Mapping[str, str] = field(default_factory=UNBUFFERED.copy)
     """On top of the supervisor's own environment."""
-    worker: Worker | None = None
+    worker: WorkerUp | None = None
     """For a replica: what the router must know of it."""
     fork_server: str | None = None
     """The abstract socket of the fork server that starts this process with the arguments `argv`.
@@ -198,6 +180,11 @@ class Process:
     """For a replica: the GPUs that it uses alone."""
     says_why: bool = False
     """Whether its last line says, by itself, why it ended."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Those that a replica has or can load, the first one first; "" is the only one of a cluster."""
+        return (self.worker.models if self.worker is not None else ()) or ("",)
 
 
 @dataclass(frozen=True)
@@ -290,9 +277,9 @@ def build(
     found.append(with_workers(process("router", settings, RouterReady(router, keys)), workers))
     for index, can_load in sorted(swaps.items()):
         found.append(process("agent", {
-            "worker": workers[index].name, "replica": workers[index].url, "router": router, "keys": keys,
+            "worker": workers[index].worker, "replica": workers[index].url, "router": router, "keys": keys,
             "models": ",".join(f"{model.served_name}={model.folder}" for model in can_load),
-        }, name=agent_name(workers[index].name)))  # fmt: skip
+        }, name=agent_name(workers[index].worker)))  # fmt: skip
     settings = _gateway_settings(options, _served(options, each, swaps), router, ports.gateway)
     found.append(process("gateway", settings, HttpReady(f"{gateway}/health", certificate)))
     if options.dashboard_port:
@@ -356,23 +343,14 @@ def agent_name(replica: str) -> str:
     return "a" + replica.removeprefix("r")
 
 
-def with_workers(router: Process, workers: Sequence[Worker]) -> Process:
+def with_workers(router: Process, workers: Sequence[WorkerUp]) -> Process:
     """The router process, started with these replicas."""
     argv = list(router.argv)
     while "--worker" in argv:
         at = argv.index("--worker")
         del argv[at : at + 2]
-    known = command_line(table.Router, {"worker": [written(worker) for worker in workers]})
+    known = command_line(table.Router, {"worker": [specs.written(worker) for worker in workers]})
     return replace(router, argv=(*argv, *known))
-
-
-def written(worker: Worker) -> str:
-    """A replica in words, as routers' command lines and lists have it (`router.replica_lists.specs`)."""
-    return (
-        f"{worker.name},http={worker.url},kv={worker.kv},replay={worker.replay}"
-        + (f",load={worker.load}" if worker.load else "")
-        + (f",model={'|'.join(worker.models) or worker.model}" if worker.model else "")
-    )
 
 
 def ready_timeout_s(options: Options, device: Device, machine: Machine) -> float:
@@ -436,14 +414,14 @@ def placed(
     program, extra = PROGRAMS["replica"], replica.settings["extra"]
     at = f"[{host}]" if ":" in host else host
     scheme = "https" if extra_argument(extra, "--ssl-certfile") else "http"
-    worker = Worker(
-        name=replica.name,
-        url=f"{scheme}://{at}:{ports.http}",
-        kv=f"tcp://{at}:{ports.kv}",
-        replay=f"tcp://{at}:{ports.kv + 1}",
+    worker = WorkerUp(
+        replica.name,
+        f"{scheme}://{at}:{ports.http}",
+        f"tcp://{at}:{ports.kv}",
+        f"tcp://{at}:{ports.kv + 1}",
         load=None if ports.load is None else f"tcp://{at}:{ports.load}",
-        model=replica.model,
-        models=replica.models,
+        models=replica.models or ((replica.model,) if replica.model else ()),
+        loaded="" if replica.models else replica.model,
     )
     ours = ("--log-level", replica.log_level, "--nccl-port", str(ports.rendezvous))
     values = {

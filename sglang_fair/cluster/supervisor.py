@@ -290,11 +290,11 @@ class Supervisor:
     def _is_last(self, spec: Process) -> bool:
         """Whether it is the last replica of a model."""
         others = [
-            one.worker.all_models
+            one.models
             for one in self._plan.of("replica")
             if one.worker is not None and one.name != spec.name and one.name not in self._given_up
         ]
-        return spec.worker is not None and is_last(spec.worker.all_models, others)
+        return spec.worker is not None and is_last(spec.models, others)
 
     def _tell_down(self, spec: Process) -> None:
         if self._link is not None and spec.worker is not None:

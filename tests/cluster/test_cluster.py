@@ -21,7 +21,7 @@ import zmq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.events import Query, Snapshot, decode_answer, encode
+from router.events import Query, Snapshot, WorkerUp, decode_answer, encode
 from sglang_fair.cluster.child import Child, session_members
 from sglang_fair.cluster.console import example as example_request
 from sglang_fair.cluster.gpus import Gpu
@@ -36,7 +36,6 @@ from sglang_fair.cluster.plan import (
     Process,
     Role,
     RouterReady,
-    Worker,
     build,
     choose_device,
     gateway_url,
@@ -379,11 +378,11 @@ class Told:
     def __init__(self) -> None:
         self.news: list[str] = []
 
-    def up(self, worker: Worker) -> None:
-        self.news.append(f"{worker.name} up")
+    def up(self, worker: WorkerUp) -> None:
+        self.news.append(f"{worker.worker} up")
 
-    def down(self, worker: Worker) -> None:
-        self.news.append(f"{worker.name} down")
+    def down(self, worker: WorkerUp) -> None:
+        self.news.append(f"{worker.worker} down")
 
     def close(self) -> None:
         pass
@@ -425,7 +424,7 @@ def program(
         ready=LineReady("ready"),
         ready_timeout_s=timeout_s,
         stop_grace_s=grace_s,
-        worker=Worker(name, "http://127.0.0.1:1", "tcp://k", "tcp://p") if role == "replica" else None,
+        worker=WorkerUp(name, "http://127.0.0.1:1", "tcp://k", "tcp://p") if role == "replica" else None,
     )
 
 
@@ -721,7 +720,7 @@ class TestSupervisor:
                 for name in ("r0", "r1"):
                     await until(lambda: "router" in record.ready and ("fleet", "starts") in record.lines)
                     assert "fleet" not in record.ready
-                    link.up(Worker(name, f"http://{name}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+                    link.up(WorkerUp(name, f"http://{name}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
                     await until(lambda name=name: name in workers(endpoint))
                 await until(lambda: "fleet" in record.ready)
                 supervisor.stop()

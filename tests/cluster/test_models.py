@@ -117,8 +117,8 @@ def test_a_further_replica_has_the_model_that_is_asked_for() -> None:
 def served(process: Process) -> tuple[str, str]:
     assert process.worker is not None
     settings = parse("replica", process.argv)
-    assert settings.served_name == process.worker.model
-    return process.worker.model, settings.model
+    assert settings.served_name == process.models[0]
+    return process.models[0], settings.model
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from sglang_fair.cluster.plan import (
     build,
     placed,
     replicas_for,
-    written,
 )
 from sglang_fair.cluster.ports import ReplicaPorts
 from sglang_fair.cluster.workers import Workers
@@ -62,7 +61,7 @@ def test_the_command_of_a_replica_is_the_same_here_and_on_a_node() -> None:
     assert [one.worker for one in here] == [one.worker for one in there]
     assert there[1].argv[:3] == ("/there/python", "-m", "sglang_fair.engines.replica")
     assert asked[0].renamed("r7").settings["normal"].endswith("learnt.r7")
-    assert placed(asked[0].renamed("r7"), plan.LOCAL, PORTS, "p").worker.name == "r7"
+    assert placed(asked[0].renamed("r7"), plan.LOCAL, PORTS, "p").worker.worker == "r7"
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "fd00::7"])
@@ -73,7 +72,7 @@ def test_a_replica_says_the_address_of_its_node_where_others_listen(
     (asked,) = replicas_for(replace(ON_RAY, replicas=1, extra=extra), "cuda", MACHINE, (MODEL,))
     process = placed(asked, host, PORTS, "python")
     assert process.worker is not None
-    (up,) = specs.lines(written(process.worker))
+    (up,) = specs.lines(specs.written(process.worker))
     at = f"[{host}]" if ":" in host else host
     assert up.url == f"{'https' if extra else 'http'}://{at}:30000"
     assert (up.kv, up.replay, up.load) == (f"tcp://{at}:30001", f"tcp://{at}:30002", f"tcp://{at}:30004")

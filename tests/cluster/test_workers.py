@@ -201,7 +201,7 @@ def test_a_further_replica_is_planned_like_the_first_ones(monkeypatch: pytest.Mo
         assert [word for word in r2.argv if word not in after_all(r2, own)] == [
             word for word in r1.argv if word not in after_all(r1, own)
         ]
-        assert (r2.name, r2.worker and r2.worker.name, after(r2.argv, "--name")) == ("r2", "r2", "r2")
+        assert (r2.name, r2.worker and r2.worker.worker, after(r2.argv, "--name")) == ("r2", "r2", "r2")
         used = {ports.gateway, ports.router}
         used |= {port for one in ports.replicas for port in (one.http, one.kv, one.kv + 1, one.rendezvous)}
         new = {int(after(r2.argv, "--port")), int(after(r2.argv, "--kv-port"))}
