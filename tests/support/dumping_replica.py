@@ -32,22 +32,23 @@ def held(cache: Any, sequences: set[Sequence]) -> Iterator[Sequence]:
 def install() -> None:
     """The overlay, whose reports say more."""
     _install()
+    from sglang_fair.overlay.jobs import Requests
     from sglang_fair.overlay.replica import ReplicaFairness
 
-    forget, status = ReplicaFairness._forget, ReplicaFairness.status
+    forget, status = Requests._forget, ReplicaFairness.status
     left: set[Sequence] = set()
 
-    def forget_and_note(fair: Any, job: Any) -> None:
-        request = fair._requests.of(job)
+    def forget_and_note(requests: Any, job: Any) -> None:
+        request = requests.of(job)
         left.add((request.cache_salt, request.extra_key, (*request.origin_input_ids, *request.output_ids)))
-        forget(fair, job)
+        forget(requests, job)
 
     def report(fair: Any, waiting: list[Any]) -> dict[str, Any]:
         cache = fair._tree_cache
         tokens = cache.evictable_size() + cache.protected_size()
         return {**status(fair, waiting), "cache": list(held(cache, left)), "cached_tokens": tokens}
 
-    ReplicaFairness._forget, ReplicaFairness.status = forget_and_note, report
+    Requests._forget, ReplicaFairness.status = forget_and_note, report
 
 
 # SGLang's spawned processes import this module again, and find this in the place of the overlay's entry point.
