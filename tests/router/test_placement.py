@@ -34,8 +34,7 @@ from router.placement import PLACEMENTS, build, parameters, parse_options
 from router.placement.contract import Ended, Holding, Request
 from router.placement.d2lpm import D2lpm
 from router.placement.outputs import ExpectedOutputs
-from router.placement.preble import Preble
-from router.placement.prefix_window import PrefillCost
+from router.placement.preble import Preble, PrefillCost
 from router.radix import Match
 from router.waiting import Waiting
 from router.workers import Worker
