@@ -3,17 +3,15 @@
 import asyncio
 import json
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,29 +81,35 @@ class SpawnCluster:
         self.log_folder.mkdir(parents=True, exist_ok=True)
         log_path = self.log_folder / f"cluster-{placement}+{policy}.log"
         arguments = self.arguments(placement, policy)
-        with log_path.open("a", encoding="utf-8") as log:
+        with (
+            log_path.open("a", encoding="utf-8") as log,
+            log_path.with_suffix(".json").open("w+", encoding="utf-8") as output,
+        ):
             # A session of its own: Ctrl-C reaches this program alone, which then ends the cluster in order.
             process = subprocess.Popen(
-                arguments, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+                arguments, stdout=output, stderr=log, text=True, start_new_session=True
             )
             try:
-                yield self._ready(process, arguments, log_path)
+                yield self._ready(process, arguments, Path(output.name), log_path)
             finally:
                 _end(process, self.stop_timeout_s)
 
-    def _ready(self, process: "subprocess.Popen[str]", arguments: Sequence[str], log_path: Path) -> Cluster:
+    def _ready(
+        self, process: "subprocess.Popen[str]", arguments: Sequence[str], output: Path, log_path: Path
+    ) -> Cluster:
         """Wait for the line of JSON with the addresses."""
-        line = _first_line(process, self.start_timeout_s)
-        if not line:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(1)  # its output ends before it does
-            state = "took too long" if process.poll() is None else f"ended with status {process.returncode}"
-            raise ClusterError(f"{' '.join(arguments)}: {state}; its last words: {_tail(log_path)}")
+        deadline_s = time.monotonic() + self.start_timeout_s
+        while "\n" not in (text := output.read_text(encoding="utf-8")):
+            ended = process.poll() is not None
+            if ended or time.monotonic() > deadline_s:
+                state = f"ended with status {process.returncode}" if ended else "took too long"
+                raise ClusterError(f"{' '.join(arguments)}: {state}; its last words: {_tail(log_path)}")
+            time.sleep(0.05)
         try:
-            addresses = json.loads(line)
+            addresses = json.loads(text.splitlines()[0])
             return Cluster(addresses["gateway"], tuple(addresses["replicas"]), process.pid)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ClusterError(f"the cluster did not print its addresses as JSON: {line[:200]!r}") from error
+            raise ClusterError(f"the cluster did not print its addresses as JSON: {text[:200]!r}") from error
 
 
 def verify(cluster: Cluster, placement: str, policy: str) -> dict[str, Any]:
@@ -192,26 +196,6 @@ def _flushed(replica: str) -> bool:
         return False  # SGLang's answer while requests run
     except OSError as error:
         raise ClusterError(f"{replica} is gone: {error}") from error
-
-
-def _first_line(process: "subprocess.Popen[str]", timeout_s: float) -> str:
-    """Its first line of output; "" if it ended or the time is up. A thread reads on, for a full pipe blocks the
-    process."""
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    assert process.stdout is not None
-    output = process.stdout
-
-    def pump() -> None:
-        with output:
-            for line in output:
-                lines.put(line)
-        lines.put("")
-
-    threading.Thread(target=pump, daemon=True).start()
-    try:
-        return lines.get(timeout=timeout_s)
-    except queue.Empty:
-        return ""
 
 
 def _end(process: "subprocess.Popen[str]", timeout_s: float) -> None:

@@ -342,13 +342,16 @@ class PretendedCluster:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        prompt, output = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
-        slow = 20 if request.headers["x-fair-client"] == "probe" else 1
+        prompts = body["input_ids"] if isinstance(body["input_ids"][0], list) else [body["input_ids"]]
+        prompt, output = sum(map(len, prompts)), body["sampling_params"]["max_new_tokens"]
+        slow = 20 if request.headers["x-fair-client"] == "calibrate" else 1
         await asyncio.sleep(slow * (20e-6 * prompt + 0.5e-3 * output))
         meta = {"prompt_tokens": prompt, "cached_tokens": 1, "completion_tokens": output}
         meta["finish_reason"] = {"type": "length"}
-        event = json.dumps({"text": "x", "output_ids": [7] * output, "meta_info": meta})
-        return web.Response(text=f"data: {event}\n\ndata: [DONE]\n\n", headers={"x-fair-worker": "r0"})
+        answer = {"text": "x", "output_ids": [7] * output, "meta_info": meta}
+        events = (json.dumps({**answer, "index": place}) for place in range(len(prompts)))
+        text = "".join(f"data: {event}\n\n" for event in events) + "data: [DONE]\n\n"
+        return web.Response(text=text, headers={"x-fair-worker": "r0"})
 
     async def fair(self, _: web.Request) -> web.Response:
         return web.json_response({"policy": self.policy, "clients": {}, "bound": 50.0})

@@ -343,7 +343,7 @@ def test_a_profile_is_read_from_its_two_files(tmp_path):
         (
             "0,1,1,Gamma,1,1\n",
             '{"0": {"input_tokens": "{1: x}", "output_tokens": "{}"}}',
-            "period 0: not a length",
+            "period 0: not lengths",
         ),
         ("0,1,1,Gamma,1,1\n", '{"0": {"input_tokens": "{}"}}', "period 0: "),
     ],

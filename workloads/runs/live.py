@@ -106,7 +106,7 @@ class Comparison:
         """Measure what is not known yet: the cost of tokens, and each workload's arrival rate."""
         if self.costs is None:
             self._say("measuring what a token costs")
-            self.costs = asyncio.run(probe(cluster.replicas[0], rng=Random(self.case.seed)))
+            self.costs = asyncio.run(probe(cluster.replicas[0], Random(self.case.seed)))
         for workload in self.case.unmeasured():
             each = 16 if SCENARIOS[workload].app == "judge" else 4
             self._burst(cluster, workload, "warm-up", 1)

@@ -8,7 +8,7 @@ and output lengths for every 6 hours. Folders for all models are in https://gith
 
 import csv
 import json
-import re
+from ast import literal_eval
 from math import exp
 from pathlib import Path
 from random import Random
@@ -16,7 +16,6 @@ from random import Random
 from workloads.programs.prose import seeded
 from workloads.traces.profiles import LENGTHS_S, WINDOW_S, Lengths, Profile, Window
 
-_SHARE = re.compile(r"\s*(\d+)\s*:\s*([-+.\deE]+)\s*")
 _DAY_WINDOWS = 144
 
 
@@ -75,13 +74,10 @@ def _lengths(path: Path) -> list[tuple[Lengths, Lengths] | None]:
 
 def _shares(text: str) -> list[tuple[int, float]]:
     """`{343: 0.25, 344: 0.75}` as pairs."""
-    shares = []
-    for item in filter(None, text.strip().removeprefix("{").removesuffix("}").split(",")):
-        match = _SHARE.fullmatch(item)
-        if match is None:
-            raise ValueError(f"not a length and its share: {item.strip()!r}")
-        shares.append((int(match[1]), float(match[2])))
-    return shares
+    try:
+        return [(int(tokens), float(share)) for tokens, share in literal_eval(text.strip()).items()]
+    except (ValueError, SyntaxError, AttributeError, TypeError) as error:
+        raise ValueError(f"not lengths and their shares: {text[:80]!r}") from error
 
 
 def _stand_in(rng: Random, name: str) -> Profile:
