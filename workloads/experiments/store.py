@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from workloads.experiments.contract import Cell, Json, Size, filled
 
 SCHEMA = 1
@@ -29,8 +31,8 @@ class Record:
     """As `Cell.to_json` has it."""
     seed: str
     measured: Mapping[str, Json]
-    simulated_s: float
-    wall_s: float
+    simulated_s: int | float
+    wall_s: int | float
     started: str
     """UTC, ISO 8601."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -64,14 +66,12 @@ def write(folder: Path, record: Record) -> Path:
 def read(path: Path) -> Record | None:
     """The record at `path`; None if there is none of this schema. Raises ValueError for a broken file."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
     except FileNotFoundError:
         return None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(told, dict):
-        raise ValueError(f"{path}: not a record")
-    return _record(told, path) if told.get("schema") == SCHEMA else None
+    except ValueError as error:
+        raise ValueError(f"{path}: not a record: {error}") from error
+    return record if record.schema == SCHEMA else None
 
 
 def read_folder(folder: Path, experiments: Iterable[str]) -> list[Record]:
@@ -115,11 +115,10 @@ def read_published(folder: Path) -> list[Record]:
     records = []
     for path in sorted(folder.glob("*.json")):
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            for run in told["runs"]:
-                made = told["made"][run.pop("made")]
-                records.append(_record({**run, **made}, path))
-        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+            told = msgspec.json.decode(path.read_bytes())
+            runs = [{**run, **told["made"][run.pop("made")]} for run in told["runs"]]
+            records += msgspec.convert(runs, list[Record])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not published records: {error!r}") from error
     return records
 
@@ -144,10 +143,3 @@ def replace_text(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
-
-
-def _record(told: Mapping[str, Json], path: Path) -> Record:
-    try:
-        return Record(**told)
-    except TypeError as error:
-        raise ValueError(f"{path}: not a record: {error}") from error
