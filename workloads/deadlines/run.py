@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.sim.replica import Replica, SimRequest
 from workloads.deadlines.traffic import THINK_S, Asked
-from workloads.simulation.cluster import LONGEST_S, PROGRESS_S, Cluster, Ended, Flight
+from workloads.session import Ending
+from workloads.simulation.cluster import LONGEST_S, PROGRESS_S, Cluster, Flight
 from workloads.simulation.site import Site
 
 
@@ -81,7 +82,7 @@ class _Run:
             begun=asked.call - 1,
         )
 
-    def _over(self, flight: Flight, end: Ended) -> None:
+    def _over(self, flight: Flight, end: Ending) -> None:
         served, asked, now_s = flight.owner, flight.owner.asked, self.cluster.now_s
         record(served, flight)
         served.is_refused = end.error is not None
@@ -91,7 +92,7 @@ class _Run:
         served.output_tokens = end.output_tokens
         served.cached_tokens = end.cached_tokens or 0
         if asked.call < asked.calls:
-            said = flight.request.tokens[len(asked.tokens) :] + end.answer
+            said = flight.request.tokens[len(asked.tokens) :] + end.reply.packed
             following = asked.following(now_s + THINK_S, said)
             self.cluster.at(following.at_s, self._arrive, following)
 

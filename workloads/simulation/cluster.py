@@ -22,7 +22,8 @@ from router.core import Router
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.core import POLICIES
 from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, SimRequest, Stored
-from workloads.session import TIMED_OUT
+from workloads.programs import Outcome, Reply
+from workloads.session import TIMED_OUT, Ending
 from workloads.simulation.fleet import Fleet, Shelf
 from workloads.simulation.site import Site
 
@@ -37,6 +38,9 @@ TICK_S = 0.25
 
 LONGEST_S = 40_000.0
 """A run of a fleet that lasts longer goes nowhere."""
+
+
+FAILED = Reply(outcome=Outcome.FAILED)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,18 +77,6 @@ class Flight:
     """It is to go on elsewhere."""
     is_there: bool = False
     """Its replica has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a request ended. `error` None: well."""
-
-    status: int | None = None
-    error: str | None = None
-    cached_tokens: int | None = None
-    output_tokens: int = 0
-    answer: bytes = b""
-    """Packed tokens."""
 
 
 class Clock:
@@ -142,12 +134,12 @@ class Cluster(Clock):
     def __init__(
         self,
         site: Site,
-        over: Callable[[Flight, Ended], None],
+        over: Callable[[Flight, Ending], None],
         *,
         step_s: float,
         report_s: float = PROGRESS_S,
     ) -> None:
-        """`over` is told how each request has ended. An answer's tokens are recorded when the first and the last comes,
+        """`over` is called as each request ends. An answer's tokens are recorded when the first and the last comes,
         and at even times `step_s` apart; at these the router hears of it, `report_s` after the last time or later."""
         super().__init__()
         self.flights: dict[str, Flight] = {}
@@ -238,7 +230,7 @@ class Cluster(Clock):
         self.tell(flight.router, message.Done(request.id, output_tokens=output_tokens, outcome="aborted"))
         if flight.given_up:
             written = flight.written + output_tokens
-            self._over(flight, Ended(error=TIMED_OUT, cached_tokens=cached_tokens, output_tokens=written))
+            self._end(flight, FAILED, error=TIMED_OUT, cached_tokens=cached_tokens, output_tokens=written)
             return
         flight.parts += 1
         flight.written += output_tokens
@@ -272,10 +264,7 @@ class Cluster(Clock):
                 case message.Place():
                     self._placed(answer)
                 case message.Refuse():
-                    error = f"HTTP {429 if answer.code else 503}: {answer.reason}"
-                    self._over(
-                        self.flights.pop(answer.id), Ended(status=429 if answer.code else 503, error=error)
-                    )
+                    self._refuse(self.flights.pop(answer.id), 429 if answer.code else 503, answer.reason)
                 case message.Cut():
                     self._cut(answer.id)
                 case message.Exchange():
@@ -366,8 +355,7 @@ class Cluster(Clock):
             case Refused():
                 del self.flights[event.id]
                 self.tell(flight.router, message.Done(event.id, outcome="failed"))
-                status = 429 if POLICIES[self._site.policy].may_refuse else 400
-                self._over(flight, Ended(status=status, error=f"HTTP {status}: {event.reason}"))
+                self._refuse(flight, 429 if POLICIES[self._site.policy].may_refuse else 400, event.reason)
             case _:
                 assert_never(event)
 
@@ -403,15 +391,20 @@ class Cluster(Clock):
                 tpot_s=max(0.0, t_s - first_s) / (written - 1) if is_whole and written > 1 else None,
             ),
         )
-        self._over(
+        self._end(
             flight,
-            Ended(
-                status=200,
-                cached_tokens=event.cached_tokens,
-                output_tokens=written,
-                answer=event.answer,
-            ),
+            Reply(packed=event.answer),
+            status=200,
+            cached_tokens=event.cached_tokens,
+            output_tokens=written,
         )
+
+    def _refuse(self, flight: Flight, status: int, reason: str) -> None:
+        self._end(flight, FAILED, status=status, error=f"HTTP {status}: {reason}")
+
+    def _end(self, flight: Flight, reply: Reply, **more: Any) -> None:
+        worker = None if flight.worker is None else self.workers[flight.worker]
+        self._over(flight, Ending(reply, token_times=flight.token_times, worker=worker, **more))
 
 
 def complete(token_times: list[tuple[float, int]], t_s: float, output_tokens: int) -> None:

@@ -30,7 +30,7 @@ from workloads.session import (
     Timer,
     Wait,
 )
-from workloads.simulation.cluster import Cluster, Ended, Flight, complete
+from workloads.simulation.cluster import Cluster, Flight, complete
 from workloads.simulation.site import Site
 
 TOKEN_STEP_S = 1.0
@@ -185,15 +185,18 @@ class Simulation:
         self._records.add(End(round(self.cluster.now_s, 6)))
 
     def _cancelled(self, request: Request) -> Ending:
-        """How far a request had come when the run ended."""
-        flight = self.cluster.flights.get(request.id)
-        ending = self._ending(request, flight, Reply(outcome=Outcome.CANCELLED), error=RUN_ENDED)
-        if flight is not None and flight.worker is not None and flight.token_times:
-            job = self.replicas[flight.worker].queue.find(request.id)
+        """How far a request had come when the run ended; some never got a connection."""
+        flight, ending = (
+            self.cluster.flights.get(request.id),
+            Ending(Reply(outcome=Outcome.CANCELLED), error=RUN_ENDED),
+        )
+        if flight is not None and flight.worker is not None:
+            ending.worker = self.cluster.workers[flight.worker]
+            job = self.replicas[flight.worker].queue.find(request.id) if flight.token_times else None
             if job is not None:
                 ending.cached_tokens, ending.output_tokens = job.cached_tokens, job.output_tokens
                 complete(flight.token_times, self.cluster.now_s, job.output_tokens)
-        return ending
+        return self._known(request, flight, ending)
 
     # ---- requests
 
@@ -216,19 +219,8 @@ class Simulation:
         )
         self.cluster.send(asked, request, router=self._router(request.program.number), last=call.last)
 
-    def _over(self, flight: Flight, end: Ended) -> None:
-        """A request has ended."""
-        reply = Reply(packed=end.answer) if end.error is None else Reply(outcome=Outcome.FAILED)
-        ending = self._ending(
-            flight.owner,
-            flight,
-            reply,
-            cached_tokens=end.cached_tokens,
-            output_tokens=end.output_tokens,
-            status=end.status,
-            error=end.error,
-        )
-        self._end(flight.owner, ending)
+    def _over(self, flight: Flight, ending: Ending) -> None:
+        self._end(flight.owner, self._known(flight.owner, flight, ending))
 
     def _router(self, program: int) -> int:
         """The router of a program: drawn for each in the order in which programs began."""
@@ -238,29 +230,12 @@ class Simulation:
             self._router_of += self._ingress.choices(range(len(self.routers)), self._site.ingress)
         return self._router_of[program]
 
-    def _ending(
-        self,
-        request: Request,
-        flight: Flight | None,
-        reply: Reply,
-        *,
-        cached_tokens: int | None = None,
-        output_tokens: int = 0,
-        status: int | None = None,
-        error: str | None = None,
-    ) -> Ending:
-        """How a request ended; `flight` is None for one that never got a connection."""
-        return Ending(
-            reply,
-            prompt_tokens=len(request.call.prompt) // TOKEN_BYTES,
-            cached_tokens=cached_tokens,
-            output_tokens=output_tokens,
-            token_times=[] if flight is None else flight.token_times,
-            worker=None if flight is None or flight.worker is None else self.cluster.workers[flight.worker],
-            status=status,
-            error=error,
-            waited_s=self._waited_s(request, flight),
-        )
+    def _known(self, request: Request, flight: Flight | None, ending: Ending) -> Ending:
+        """With what a client knows of its request."""
+        ending.prompt_tokens = len(request.call.prompt) // TOKEN_BYTES
+        ending.token_times = [] if flight is None else flight.token_times
+        ending.waited_s = self._waited_s(request, flight)
+        return ending
 
     def _waited_s(self, request: Request, flight: Flight | None) -> float | None:
         """Before it was admitted for the first time, or given up."""
