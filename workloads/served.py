@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from workloads.programs import Outcome
 from workloads.records import RequestRecord, Run
 from workloads.session import TIMED_OUT
-from workloads.table import Percentile
+from workloads.table import Column, Percentile, Requests
 
 DELAYS_S = (1.0, 5.0, 20.0)
 REFUSED = 429
@@ -117,15 +119,11 @@ def _count_loss(found: Totals, records: list[RequestRecord]) -> None:
         found.wasted["timed out"] += spent
 
 
-def busiest_minute(records: Iterable[RequestRecord]) -> int:
+def busiest_minute(times_s: Column) -> int:
     """Most calls in any 60 seconds."""
-    times_s = sorted(record.t_intended_s for record in records)
-    most = start = 0
-    for end, time_s in enumerate(times_s):
-        while times_s[start] <= time_s - 60:
-            start += 1
-        most = max(most, end - start + 1)
-    return most
+    ordered = np.sort(times_s)
+    gone = np.searchsorted(ordered, ordered - 60, side="right")
+    return int((np.arange(len(ordered)) - gone).max()) + 1
 
 
 def limits_of(run: Run, percentile: float) -> dict[str, Any]:
@@ -133,12 +131,10 @@ def limits_of(run: Run, percentile: float) -> dict[str, Any]:
     as `--limits` has them. ValueError for a run without calls, and a percentile that is none."""
     if not 0 < percentile <= 100:
         raise ValueError(f"a percentile lies above 0, up to 100, not {percentile:g}")
-    by_client: dict[str, list[RequestRecord]] = {}
-    for record in run.requests:
-        by_client.setdefault(record.client, []).append(record)
-    if not by_client:
+    table = Requests(run)
+    busiest = {name: busiest_minute(table.sent[mine]) for name, mine in table.of.items() if mine.any()}
+    if not busiest:
         raise ValueError("there are no calls in these records")
-    busiest = {client: busiest_minute(records) for client, records in by_client.items()}
     by_app: dict[str, list[int]] = {}
     for client, most in busiest.items():
         by_app.setdefault(str(run.manifest.clients.get(client, {}).get("app", "")), []).append(most)

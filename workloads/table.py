@@ -64,8 +64,6 @@ class Requests:
         self.extend = self.prompt - self.cached
         self.output = _column(one.output_tokens for one in records)
         self.most_output = _column(one.max_output_tokens for one in records)
-        self.waited = _column(one.waited_s for one in records)
-        self.status = _column(one.status for one in records)
         outcomes = [one.outcome for one in records]
         self.ok, self.failed = (
             np.array([one == outcome for one in outcomes], bool) for outcome in (Outcome.OK, Outcome.FAILED)
