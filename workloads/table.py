@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_fair.core.cost import Cost
+from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.fairness import Curve
 from workloads.programs import Outcome
 from workloads.records import ProgramRecord, Run
@@ -165,9 +165,11 @@ def in_order(values: Column) -> Column:
 
 
 def _priced(cost: Cost, inputs: Column, outputs: Column, ahead: Column) -> Column:
+    if isinstance(cost, Linear):
+        return cost.extend_weight * inputs + cost.output_weight * outputs
     rows = zip(inputs.tolist(), outputs.tolist(), ahead.tolist(), strict=True)
     return np.array([cost(int(extend), int(output), int(cached)) for extend, output, cached in rows], float)
 
 
 def _column(values: Iterable[float | None]) -> Column:
-    return np.array([math.nan if value is None else value for value in values], float)
+    return np.array(list(values), float)  # None becomes NaN
