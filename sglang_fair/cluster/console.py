@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.status import Status
@@ -23,17 +23,10 @@ TROUBLE = re.compile(r"\b(?<!Ignore import )(error|exception|traceback|critical|
 no trouble."""
 
 
-class Replicas:
-    """The set of all names of replicas, also of those that are added later."""
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.startswith("r") and name[1:].isdecimal()
-
-
 class ConsoleReporter:
     """Shows what a `Supervisor` reports, on one rich console.
 
-    Of the processes in `quiet`, only lines that look like trouble are shown. `when_up` prints the addresses.
+    With `quiet`, only lines that look like trouble are shown of replicas. `when_up` prints the addresses.
     """
 
     def __init__(
@@ -41,7 +34,7 @@ class ConsoleReporter:
         console: Console,
         plan: Plan,
         *,
-        quiet: Container[str] = (),
+        quiet: bool = False,
         when_up: Callable[[dict[str, int]], None],
     ) -> None:
         self._console = console
@@ -55,7 +48,7 @@ class ConsoleReporter:
 
     def line(self, name: str, line: str) -> None:
         """Shows a line of a process, behind its name."""
-        if name not in self._quiet or TROUBLE.search(line):
+        if not self._is_quiet(name) or TROUBLE.search(line):
             self._print(name, line)
 
     def waiting(self, names: Sequence[str], elapsed_s: float, limit_s: float) -> None:
@@ -79,7 +72,7 @@ class ConsoleReporter:
 
     def died(self, name: str, how: str, tail: Iterable[str]) -> None:
         """Shows how it ended, and its last lines if it is a quiet process."""
-        if name in self._quiet:
+        if self._is_quiet(name):
             for line in tail:
                 self._print(name, line)
         self.say(f"{name} ended: {how}")
@@ -98,6 +91,9 @@ class ConsoleReporter:
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+    def _is_quiet(self, name: str) -> bool:
+        return self._quiet and name.startswith("r") and name[1:].isdecimal()
 
     def _print(self, name: str, line: str) -> None:
         tag = f"[{name}]"

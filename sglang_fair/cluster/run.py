@@ -20,7 +20,7 @@ from router.replica_lists import specs
 from sglang_fair.cluster import gpus, models, on_ray
 from sglang_fair.cluster import machine as machines
 from sglang_fair.cluster.child import kill_session
-from sglang_fair.cluster.console import ConsoleReporter, Replicas, addresses, example, make_console, show
+from sglang_fair.cluster.console import ConsoleReporter, addresses, example, make_console, show
 from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.gpus import GpusTaken
 from sglang_fair.cluster.link import RouterLink, router_state
@@ -207,9 +207,7 @@ def _reporter(
         model = next(iter(options.model_names())) or "default"
         show(console, example(gateway, model, has_tenants=options.tenants is not None))
 
-    reporter = ConsoleReporter(
-        console, plan, quiet=Replicas() if options.quiet_replicas else (), when_up=when_up
-    )
+    reporter = ConsoleReporter(console, plan, quiet=options.quiet_replicas, when_up=when_up)
     reporter.say(f"starting {title}")
     return reporter
 

@@ -12,7 +12,7 @@ one file can describe a deployment and is right or wrong as a whole.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,12 @@ from sglang_fair.settings.setting import SettingError, settings_of
 from sglang_fair.settings.table import SECTIONS
 
 
+@dataclass
 class Section:
-    """The settings of one program as a file has them: values by field, and where each of them stands."""
+    """The settings of one program as a file has them, and the place of each of them, `FILE:LINE:COLUMN`, by field."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.values: dict[str, Any] = {}
-        self.places: dict[str, str] = {}
-        """`FILE:LINE:COLUMN` by field."""
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
 
 
 def read_file(path: Path) -> dict[str, Section]:
@@ -59,7 +57,7 @@ def dump(section: str, values: Any) -> str:
 
 def _read_section(path: Path, name: str, node: yaml.Node, loader: yaml.SafeLoader) -> Section:
     known = {setting.key: setting for setting in settings_of(SECTIONS[name]).values()}
-    section = Section(path)
+    section = Section()
     if is_null(node):
         return section
     for key, value in entries(path, node, f"section {name}", loader):

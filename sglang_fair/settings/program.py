@@ -6,49 +6,31 @@ processes also read the SGLANG_FAIR_ variables, for what they are given no argum
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 from sglang_fair.settings import file
 from sglang_fair.settings.commands import Mistake, Option, PassedOn, run
 from sglang_fair.settings.setting import Setting, SettingError, help_text, meaning, settings_of
 from sglang_fair.settings.table import SECTIONS
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Given(Generic[T]):
-    """The settings that a command line and a file give a program."""
-
-    settings: T
-    places: Mapping[str, str] = field(default_factory=dict)
-    """`FILE:LINE:COLUMN` of the settings that the file has given, by field."""
-
-    def explain(self, error: SettingError) -> str:
-        """The error's text, behind the place in the file that it is about."""
-        place = self.places.get(error.field or "")
-        return f"{place}: {error}" if place else str(error)
-
-
-def load(section: str, given: Mapping[str, Any], path: Path | None = None) -> Given[Any]:
-    """The settings of a program, of the class `SECTIONS[section]`. `given` is the command line's, as text, by field.
+def load(section: str, given: Mapping[str, Any], path: Path | None = None) -> tuple[Any, Mapping[str, str]]:
+    """The settings of a program, of the class `SECTIONS[section]`, and where those stand that the file has given, by
+    field. `given` is the command line's, as text, by field.
 
     Raises SettingError for the first that is wrong or missing.
     """
     table = SECTIONS[section]
-    values, places = {}, {}
-    if path is not None:
-        found = file.read_file(path).get(section, file.Section(path))
-        values, places = dict(found.values), dict(found.places)
+    found = file.Section() if path is None else file.read_file(path).get(section, file.Section())
+    values, places = dict(found.values), dict(found.places)
     for name, setting in settings_of(table).items():
         if name in given:
             values[name] = setting.read(given[name], setting.flag)
             places.pop(name, None)
         elif setting.required and name not in values:
             raise SettingError(f"{setting.flag} is missing", name)
-    return Given(table(**values), places)
+    return table(**values), places
 
 
 def run_program(
@@ -70,17 +52,18 @@ def run_program(
         path, print_config = options.pop("config"), options.pop("print_config")
         given = {key: value for key, value in options.items() if value is not None and value is not False}
         try:
-            loaded = load(section, given, path)
-            try:
-                check(loaded.settings)
-            except SettingError as error:
-                raise Mistake(loaded.explain(error)) from None
+            settings, places = load(section, given, path)
         except SettingError as error:
             raise Mistake(str(error)) from None
+        try:
+            check(settings)
+        except SettingError as error:
+            place = places.get(error.field or "")
+            raise Mistake(f"{place}: {error}" if place else str(error)) from None
         if print_config:
-            print(file.dump(section, loaded.settings), end="")
+            print(file.dump(section, settings), end="")
             return 0
-        return serve(loaded.settings)
+        return serve(settings)
 
     program.__doc__ = help or SECTIONS[section].__doc__
     program.__signature__ = _signature(SECTIONS[section])  # type: ignore[attr-defined]
