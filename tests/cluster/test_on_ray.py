@@ -246,14 +246,14 @@ class Run:
         return {up.worker: up.url for up in specs.lines(self.listed_in.read_text())}
 
     async def until(self, condition: Callable[[], Any], what: str) -> None:
-        await eventually(lambda: self.task.done() or condition(), f"{what}: {self.said}", 30)
+        await eventually(lambda: self.task.done() or condition(), f"{what}: {self.said}", 200)
         assert not self.task.done(), self.said
 
 
 @contextlib.asynccontextmanager
 async def running(tmp_path: Path, nodes: Here, replicas: int = 2) -> AsyncIterator[Run]:
     asked = tuple(
-        Replica(f"r{index}", {"name": f"r{index}", "extra": ()}, "info", 20.0) for index in range(replicas)
+        Replica(f"r{index}", {"name": f"r{index}", "extra": ()}, "info", 200.0) for index in range(replicas)
     )
     said: list[str] = []
     listed = tmp_path / "replicas"

@@ -46,7 +46,7 @@ def of_extras(*names: str) -> list[str]:
 
 class TestLock:
     def test_a_cluster_has_all_that_it_needs_and_nothing_that_only_tests_need(self) -> None:
-        asked = PROJECT["project"]["dependencies"] + of_extras("top", "workloads", "batches")
+        asked = PROJECT["project"]["dependencies"] + of_extras("workloads", "batches")
         assert {canonical(one) for one in asked + requirements("cpu.in")} <= set(RUNS)
         assert {"hypothesis", "mkdocs-material", "mypy", "playwright", "pytest", "ray", "ruff"} <= set(MORE)
 
