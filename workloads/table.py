@@ -92,36 +92,30 @@ class Requests:
 
     @cached_property
     def _tokens(self) -> tuple[NDArray[np.intp], Column, Column]:
-        """Every event that brought tokens: row, time, and how many of its answer had come by then. A row's last event
-        has all of them; where none was seen they came with the end."""
-        records = self.run.requests
-        times = [one.token_times or ((one.t_done_s, one.output_tokens),) for one in records]
-        rows = np.repeat(np.arange(len(records)), [len(one) for one in times])
+        """Row, time, and how many of its tokens had come by then: at first none, then all events that brought some. The
+        last one has all of them; where none was seen they came with the end."""
+        answered = np.flatnonzero(self.answered)
+        records = [self.run.requests[row] for row in answered]
+        times = [
+            ((one.t_first_token_s, 0), *(one.token_times or ((one.t_done_s, one.output_tokens),)))
+            for one in records
+        ]
+        lengths = np.array([len(one) for one in times], np.intp)
+        rows = np.repeat(answered, lengths)
         flat = np.array(list(chain.from_iterable(times)), float).reshape(-1, 2)
         counts = np.minimum(flat[:, 1], self.output[rows])
-        if len(rows):
-            last = np.append(rows[1:] != rows[:-1], True)
-            counts[last] = self.output
+        counts[np.cumsum(lengths) - 1] = self.output[answered]
         return rows, flat[:, 0], counts
 
     def events(self, cost: Cost, side: Side, which: Mask) -> tuple[NDArray[np.intp], Column, Column]:
         """Row, time and units of all that these received, whose prompts' lengths are known. By row, in order of
         time."""
-        known = np.flatnonzero(which & self.answered & ~np.isnan(self.input(side)))
         rows, times, counts = self._tokens
-        kept = np.zeros(len(self.client), bool)
-        kept[known] = True
-        kept = kept[rows]
+        kept = (which & ~np.isnan(self.input(side)))[rows]
         rows, times, counts = rows[kept], times[kept], counts[kept]
-        rows = np.concatenate([known, rows])
-        times = np.concatenate([self.first[known], times])
-        counts = np.concatenate([np.zeros(len(known)), counts])
-        order = np.argsort(rows, kind="stable")
-        rows, times, counts = rows[order], times[order], counts[order]
         totals = _priced(cost, self.input(side)[rows], counts, self._ahead(side)[rows])
-        begins = np.append(True, rows[1:] != rows[:-1]) if len(rows) else np.zeros(0, bool)
-        units = totals - np.where(begins, 0.0, np.append(0.0, totals[:-1])[: len(rows)])
-        return rows, times, units
+        begins = np.diff(rows, prepend=-1) > 0
+        return rows, times, np.where(begins, totals, np.diff(totals, prepend=0.0))
 
     def curves(self, cost: Cost, side: Side = "client") -> Mapping[str, Curve] | None:
         """Each client's service over time. None if an answer does not say what it would take to know."""
