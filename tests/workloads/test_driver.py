@@ -250,15 +250,6 @@ def test_of_many_tokens_the_first_and_the_last_are_on_time():
 # ---- who asks, and with what
 
 
-def test_each_client_may_have_a_key_of_its_own():
-    server = FakeServer()
-    endpoint = {"api_key": "shared", "api_keys": {"a": "of-a"}}
-    clients = [client(one_call, "a"), client(one_call, "b")]
-    drive({"/generate": server.generate}, clients, tag="@1", endpoint=endpoint)
-    keys = {sent["x-fair-client"]: sent["authorization"] for sent in server.headers}
-    assert keys == {"a@1": "Bearer of-a", "b@1": "Bearer shared"}
-
-
 def test_the_body_names_the_client_where_asked_to():
     bodies = []
 

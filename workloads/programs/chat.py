@@ -48,9 +48,6 @@ class Chat:
             raise ValueError(
                 f"a chat has 1 turn or more and thinks for 0 s or more: {self.turns!r}, {self.think_s!r}"
             )
-        for tokens in (self.words_tokens, self.answer_tokens):
-            if not 1 <= tokens <= LONGEST_TOKENS / 4:
-                raise ValueError(f"average lengths must be from 1 to {LONGEST_TOKENS // 4}, not {tokens!r}")
 
     def draw(self, rng: Random, codec: Codec) -> tuple[Turn, ...]:
         """One conversation of this kind."""

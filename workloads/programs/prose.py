@@ -5,6 +5,7 @@ unless the program wants them to: DLPM's bounds are stated for clients that shar
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,6 @@ from hashlib import blake2b
 from importlib.resources import files
 from itertools import islice
 from random import Random
-from typing import Protocol
 
 from workloads.programs.call import Prompt
 from workloads.programs.codec import Codec
@@ -24,17 +24,20 @@ _WORDS: Mapping[str, Sequence[str]] = {
 """Words, and templates of sentences."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """Where a program's text comes from."""
 
+    @abstractmethod
     def sentences(self, rng: Random) -> Iterator[str]:
         """Endless text in pieces; equal for equal states of `rng`. The first piece tells texts apart."""
 
+    @abstractmethod
     def natural_pieces(self, rng: Random) -> int:
         """How many pieces make one text of natural length."""
 
     def ending(self, rng: Random) -> str:
-        """What closes a text, such as the question of a word problem; may be empty."""
+        """What closes a text, such as the question of a word problem."""
+        return ""
 
 
 def draw(source: Source, rng: Random, codec: Codec, tokens: int | None = None) -> Prompt:
@@ -69,7 +72,7 @@ def _at_least(sentences: Iterator[str], codec: Codec, tokens: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class WordProblems:
+class WordProblems(Source):
     """Questions in the manner of GSM8K, from templates."""
 
     def sentences(self, rng: Random) -> Iterator[str]:
@@ -96,7 +99,7 @@ class WordProblems:
 
 
 @dataclass(frozen=True, slots=True)
-class Articles:
+class Articles(Source):
     """Plausible news prose about nothing, from word lists."""
 
     def sentences(self, rng: Random) -> Iterator[str]:
@@ -120,12 +123,9 @@ class Articles:
     def natural_pieces(self, rng: Random) -> int:
         return rng.randint(25, 40)
 
-    def ending(self, rng: Random) -> str:
-        return ""
-
 
 @dataclass(frozen=True, slots=True)
-class Passages:
+class Passages(Source):
     """Long text at little cost: a random word that no other text begins with, then passages of one book.
 
     Two texts have passages in common, but no prefix; only prefixes are cached.
@@ -136,9 +136,6 @@ class Passages:
 
     def natural_pieces(self, rng: Random) -> int:
         return rng.randint(3, 5)
-
-    def ending(self, rng: Random) -> str:
-        return ""
 
 
 def filler(name: str, codec: Codec, tokens: int) -> Prompt:
@@ -168,7 +165,7 @@ def _book() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Given(Source):
     """Texts that were read from a file. A longer text than one is several, a shorter one is cut."""
 
     texts: tuple[str, ...]
@@ -183,9 +180,6 @@ class Given:
 
     def natural_pieces(self, rng: Random) -> int:
         return 1
-
-    def ending(self, rng: Random) -> str:
-        return ""
 
 
 def seeded(*names: object) -> Random:
