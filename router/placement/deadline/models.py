@@ -24,13 +24,11 @@ from math import inf
 from typing import NamedTuple
 
 from router.placement.deadline.line import Due, Line, requests_of
-from router.placement.deadline.replica import Replica
+from router.placement.deadline.replica import UNKNOWN_S, Replica
 
 LOOK_S = 0.5
 AHEAD_WORTH = 0.01
 STARVES, STARVES_S, PROTECTS, EMPTY = 4.0, 60.0, 10.0, 4.0
-UNKNOWN_S = 20.0
-"""Of an answer of which nothing is known."""
 MOST_MORE = 64
 """Replicas that may be said to be missing."""
 

@@ -18,6 +18,8 @@ from router.placement.deadline.line import Waiting
 from router.placement.window import InFlight
 
 FULL, RATE_S, HALVED_S = 0.9, 10.0, 120.0
+UNKNOWN_S = 20.0
+"""Of an answer of which nothing is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +82,12 @@ class Replica:
     def is_full(self) -> bool:
         """Nothing has room, whatever comes, unless others are taken back."""
         return self.held >= self.kv_tokens + self.chunk_tokens
+
+    @property
+    def to_do_s(self) -> float:
+        """About how long what it holds keeps it."""
+        rate = self.rates.get(self.loaded or "", self.kv_tokens / UNKNOWN_S)
+        return self.held / rate + self.prefill_s(0.0)
 
     def has_room(self, one: Waiting, tier: int, *, evicts: bool) -> bool:
         """Whether it may be sent there."""

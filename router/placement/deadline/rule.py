@@ -20,17 +20,17 @@ Trade-offs: the largest number in time, and not the least lateness: in overload 
 pause at urgent swaps where there are more models than replicas. What is decided is as good as the expected lengths.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
 from router.placement.contract import Ended, May, Placement, Request, WorkerView
 from router.placement.deadline.line import Line, Waiting
-from router.placement.deadline.models import LOOK_S, UNKNOWN_S, Models
+from router.placement.deadline.models import LOOK_S, Models
 from router.placement.deadline.replica import Flight, Replica
+from router.placement.deadline.shown import report, standing
 from router.placement.shares import Shares
 from router.placement.window import left_to_do
 from router.radix import Match
@@ -143,7 +143,7 @@ class Deadline(Placement):
             if replica is not None and replica.serves is not None and line is not None and line.items:
                 one = self._candidate(replica, line, may, now_s)
                 if one is not None:
-                    found.append(((line.tier(one), one.is_late, self._to_do_s(replica), name), replica, one))
+                    found.append(((line.tier(one), one.is_late, replica.to_do_s, name), replica, one))
             if one is None:
                 del self._ready[name]
         if not found:
@@ -284,60 +284,12 @@ class Deadline(Placement):
 
     def report(self, now_s: float) -> Mapping[str, object]:
         """What waits by model, class and tier, in which order for each worker, and how many replicas would do."""
-        rows, late = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]]()
-        for model, line in self.lines.items():
-            for (slo_class, tier, is_late), count in line.counts.items():
-                rows[model, slo_class, tier] += count
-                late[model, slo_class, tier] += is_late * count
-        missing, shortage = self.models.missing if self._waiting else {}, None
-        if missing:
-            shortage = {
-                "more": sum(missing.values()),
-                "models": dict(missing),
-                "why": "what waits within its clients' shares is more than can be served in time",
-                "for_s": round(now_s - self.models.missing_since_s, 3),
-            }
-        return {
-            "groups": sum(len(line.orders()) for line in self.lines.values()),
-            "waiting": [
-                {"model": sort[0], "class": sort[1], "tier": sort[2], "requests": count, "late": late[sort]}
-                for sort, count in sorted(rows.items())
-            ],
-            "workers": {name: self._shown(replica, now_s) for name, replica in self.replicas.items()},
-            "ahead": self.shares.ahead if isfinite(self.shares.ahead) else None,
-            "shortage": shortage,
-        }
+        return report(self.models, self.shares.ahead, now_s)
 
     def standing(self, request_id: str, now_s: float, *, ahead: bool = True) -> Mapping[str, object] | None:
         """Its order, and how much is before it."""
         one = self._waiting.get(request_id)
-        if one is None:
-            return None
-        model = one.request.model
-        line = self._line(model)
-        order = 2 * line.tier(one) + one.is_late
-        found: dict[str, object] = {
-            "group": order,
-            "model": model,
-            "class": one.slo_class,
-            "tier": line.tier(one),
-            "with": len(line.items) - 1,
-        }
-        if not ahead:
-            return found
-        have = [replica for replica in self.replicas.values() if model in (replica.target, replica.loaded)]
-        count, tokens = line.before(one)
-        rate = sum(replica.rates.get(model, replica.kv_tokens / UNKNOWN_S) for replica in have)
-        wait_s = round(tokens / rate, 3) if rate else None
-        return found | {
-            "worker": have[0].name if have else None,
-            "groups_before": order,
-            "requests_before": round(count),
-            "swaps_before": int(all(replica.loaded != model for replica in have)),
-            "wait_s": wait_s,
-            "likely_s": wait_s,
-            "before": [],
-        }
+        return None if one is None else standing(self.models, one, ahead=ahead)
 
     # -- inside
 
@@ -400,10 +352,6 @@ class Deadline(Placement):
                     return one
         return None
 
-    def _to_do_s(self, replica: Replica) -> float:
-        rate = replica.rates.get(replica.loaded or "", replica.kv_tokens / UNKNOWN_S)
-        return replica.held / rate + replica.prefill_s(0.0)
-
     def _wake_for(self, model: str) -> None:
         """Another request is the first of an order: there may be room for it where there was none for the last."""
         for one in self.replicas.values():
@@ -431,34 +379,6 @@ class Deadline(Placement):
             self.shares.ahead = AHEAD_PART * min(one.kv_tokens for one in some)
         self.shares.serve({m for one in some for m in (*one.swap_s, one.loaded) if m is not None})
         self._ready.update(dict.fromkeys(self.replicas))
-
-    def _shown(self, replica: Replica, now_s: float) -> Mapping[str, object]:
-        """A worker and the orders from which it takes, the one that goes first before the others."""
-        rows = []
-        orders = {} if replica.loaded is None else self._line(replica.loaded).orders()
-        for (tier, is_late), (first, count) in orders.items():
-            slack_s = round(first.due_s - now_s, 3)
-            rows.append(
-                {
-                    "group": 2 * tier + is_late,
-                    "model": replica.loaded,
-                    "class": "(late)" if is_late else first.slo_class,
-                    "tier": tier,
-                    "waiting": count,
-                    "running": sum(flight.tier == tier for flight in replica.flights.values()),
-                    "starts_s": round(self._to_do_s(replica), 3),
-                    "slack_s": slack_s,
-                    "late_s": max(0.0, -slack_s),
-                }
-            )
-        return {
-            "loaded": replica.loaded,
-            "wanted": replica.target or replica.loaded,
-            "in_flight": len(replica.flights),
-            "in_flight_tokens": round(replica.held, 3),
-            "kv_tokens": replica.kv_tokens,
-            "groups": rows,
-        }
 
     def _rename(self, model: str) -> None:
         """The only model that there was has a name now."""

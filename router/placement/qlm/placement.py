@@ -20,7 +20,7 @@ more than it can hold. Prefixes that are cached count for requests that are sent
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite
 from operator import attrgetter
@@ -200,7 +200,11 @@ class Qlm(Placement):
         made = self.queues.workers[worker]
         if made.loaded == "" != loaded and loaded is not None:  # the only model that there was has a name
             for request, since_s in [one for one in self._waiting.values() if one[0].model == ""]:
-                self._waiting[request.id] = self.queues.rename(request.id, loaded), since_s
+                promise = self.queues.groups.entries[request.id].promise
+                self.queues.ended(request.id)
+                self._waiting[request.id] = replace(request, model=loaded), since_s
+                self.queues.groups.add(self._waiting[request.id][0], promise)
+            self.queues.settle()
         made.kv_tokens = kv_tokens or made.kv_tokens
         made.chunk_tokens = made.chunk_tokens if chunk_tokens is None else chunk_tokens
         self.queues.equip(worker, loaded, made.swap_s)
@@ -291,16 +295,7 @@ class Qlm(Placement):
             for group, slot in rows:
                 late[_sort(group)] += len(group) * (slot.late_s > 0)
                 short[group.kind.model] += len(group) * (slot.late_s > 0 or group.kind.late)
-            workers[name] = {
-                "loaded": worker.loaded,
-                "wanted": queues.wanted(name),
-                "in_flight": len(worker.in_flight),
-                "in_flight_tokens": _number(worker.sent.tokens),
-                "kv_tokens": worker.kv_tokens,
-                "waiting": sum(len(group) for group, _ in rows),
-                "groups": [_row(*row) for row in rows[:MOST_GROUPS]],
-                "more_groups": max(0, len(rows) - MOST_GROUPS),
-            }
+            workers[name] = _shown(worker, queues.wanted(name), rows)
         answer, last, shortage, r2 = self._answer, None, None, queues.estimator.r2
         if answer is not None:
             s_ago = round(now_s - self._answered_s, 3)
@@ -408,6 +403,19 @@ def _sort(group: Group) -> tuple[str, str]:
     """Model and class; that without what tells apart those that were promised unlike times. What is late already waits
     in groups of all classes."""
     return group.kind.model, "(late)" if group.kind.late else group.kind.slo_class.partition("~")[0]
+
+
+def _shown(worker: Worker, wanted: str | None, rows: list[tuple[Group, Slot]]) -> dict[str, object]:
+    return {
+        "loaded": worker.loaded,
+        "wanted": wanted,
+        "in_flight": len(worker.in_flight),
+        "in_flight_tokens": _number(worker.sent.tokens),
+        "kv_tokens": worker.kv_tokens,
+        "waiting": sum(len(group) for group, _ in rows),
+        "groups": [_row(*row) for row in rows[:MOST_GROUPS]],
+        "more_groups": max(0, len(rows) - MOST_GROUPS),
+    }
 
 
 def _row(group: Group, slot: Slot) -> dict[str, object]:

@@ -23,8 +23,8 @@
 A worker that is gone leaves its groups to the others. What can be served nowhere waits in `stranded`.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
 from math import inf
 
@@ -200,15 +200,6 @@ class VirtualQueues:
         if group is not None:
             self._drop_if_over(group)
 
-    def rename(self, request_id: str, model: str) -> Request:
-        """A request that waits is for this model. The request as it is then."""
-        entry = self.groups.entries[request_id]
-        renamed = replace(entry.request, model=model)
-        self.ended(request_id)
-        self.groups.add(renamed, entry.promise)
-        self.settle()
-        return renamed
-
     # -- models
 
     def wanted(self, name: str, now_s: float = -inf) -> str | None:
@@ -233,7 +224,7 @@ class VirtualQueues:
         moved = 0
         for name, (since_s, _) in idle.items():
             worker = self.workers[name]
-            group = self._worth_loading(worker, now_s - since_s, now_s)
+            group = _worth_loading(self, worker, now_s - since_s, now_s)
             if group is not None:
                 self._give(group, worker, whole=group.begun_on is None)
                 moved += 1
@@ -247,8 +238,8 @@ class VirtualQueues:
         for group in self.groups:
             able = [one for one in self.workers.values() if one.can_serve(group)] if len(group) else []
             if able:
-                demands.append(self._demand(group, now_s, able, paces))
-        return Problem(demands, [self._as_queue(worker) for worker in self.workers.values()])
+                demands.append(_demand(self.estimator, group, now_s, able, paces))
+        return Problem(demands, [_as_queue(self.estimator, worker) for worker in self.workers.values()])
 
     def apply(self, plan: Orders) -> None:
         """What is still there of a plan. The rest is ignored and counted: what is not there any more, or never was, is
@@ -278,9 +269,8 @@ class VirtualQueues:
         """When a worker's groups that have some waiting start as its queue is. O(groups)."""
         worker, paces = self.workers[name], dict[tuple[str, str], Pace]()
         chosen = self.waiting(worker) if groups is None else groups
-        return list(
-            slots(self._as_queue(worker), [self._demand(one, now_s, [worker], paces) for one in chosen])
-        )
+        demands = [_demand(self.estimator, one, now_s, [worker], paces) for one in chosen]
+        return list(slots(_as_queue(self.estimator, worker), demands))
 
     def late(self, now_s: float) -> list[Slot]:
         """The groups that will be late as the queues are: a reason to plan anew. O(groups)."""
@@ -395,22 +385,6 @@ class VirtualQueues:
         self._put(worker, newer.number)
         return newer
 
-    def _worth_loading(self, worker: Worker, idle_s: float, now_s: float) -> Group | None:
-        others = [one for one in self.workers.values() if one is not worker]
-        patience = 1.0 if any(one.is_open and one.loaded == worker.loaded for one in others) else LAST
-        found: list[Group] = []
-        for owner in others:
-            for slot in self.slots(owner.name, now_s):
-                group = self.groups.by_number[slot.demand.number]
-                swap_s = worker.swap_s.get(group.kind.model)
-                if swap_s is None or group.kind.model == worker.loaded or worker.name in group.kind.exclude:
-                    continue
-                halves_s = slot.demand.drain_s[owner.name] / 2 if len(group) > 1 else 0.0
-                starts_s = slot.start_s + (halves_s if group.begun_on is not None else 0.0)
-                if idle_s >= patience * swap_s and starts_s >= 2 * swap_s:
-                    found.append(group)
-        return min(found, key=lambda group: group.urgency, default=None)
-
     # -- inside: looking
 
     def _stays(self, worker: Worker, waiting: Sequence[Group], now_s: float) -> bool:
@@ -421,36 +395,8 @@ class VirtualQueues:
             return False
         if now_s >= worker.stays[1]:
             order = [slot.demand for slot in self.slots(worker.name, now_s, waiting)]
-            worker.stays = stays(self._as_queue(worker), order), now_s + STAYS_S
+            worker.stays = stays(_as_queue(self.estimator, worker), order), now_s + STAYS_S
         return worker.stays[0]
-
-    def _demand(
-        self, group: Group, now_s: float, workers: Collection[Worker], paces: dict[tuple[str, str], Pace]
-    ) -> Demand:
-        model, drain_s, tail_s = group.kind.model, {}, {}
-        for worker in workers:
-            key = worker.name, model
-            pace = paces.get(key)
-            if pace is None:
-                pace = paces[key] = self.estimator.pace(*key)
-            prompts_s = pace.prompt_s * group.prompt_tokens
-            drain_s[worker.name] = prompts_s + pace.output_s * group.output_tokens
-            tail_s[worker.name] = pace.tail_s
-        waits, is_late = len(group) > 0, group.kind.late
-        return Demand(
-            number=group.number,
-            model=model,
-            slack_s=FAR_S if is_late else group.deadlines[0] - now_s if waits else 0.0,
-            drain_s=drain_s,
-            tail_s=tail_s,
-            last_slack_s=group.line[-1].promise.due_s - now_s if waits and not is_late else inf,
-            begun_on=group.begun_on,
-        )
-
-    def _as_queue(self, worker: Worker) -> Queue:
-        runs = worker.in_flight and worker.loaded is not None
-        tail_s = self.estimator.pace(worker.name, worker.loaded or "").tail_s if runs else 0.0
-        return Queue(worker.name, worker.loaded, worker.swap_s, 0.0, tail_s)
 
     # -- inside: standing
 
@@ -482,17 +428,17 @@ class VirtualQueues:
             group = self.groups.by_number.get(number)
             if group is None:
                 continue
-            best = min(self._starts(group), default=None)
+            able = [name for name, worker in self.workers.items() if worker.can_serve(group)]
+            starts = [(self._start_s(name, group), name) for name in able]
+            best = min(starts, default=None)
             if best is None:
                 self._where.pop(number, None)
                 self.stranded.append(number)
             else:
                 self._put(self.workers[best[1]], number)
 
-    def _starts(self, group: Group) -> Iterator[tuple[float, str]]:
-        for name, worker in self.workers.items():
-            if worker.can_serve(group):
-                yield self.slots(name, 0.0, [*self.waiting(worker), group])[-1].start_s, name
+    def _start_s(self, name: str, group: Group) -> float:
+        return self.slots(name, 0.0, [*self.waiting(self.workers[name]), group])[-1].start_s
 
     def _settle_stranded(self) -> None:
         stranded, self.stranded = self.stranded, []
@@ -508,6 +454,58 @@ class VirtualQueues:
         self.settle()
 
 
+def _worth_loading(queues: VirtualQueues, worker: Worker, idle_s: float, now_s: float) -> Group | None:
+    """The most urgent group of another model that an idle worker gains by loading, if it was idle long enough."""
+    others = [one for one in queues.workers.values() if one is not worker]
+    patience = 1.0 if any(one.is_open and one.loaded == worker.loaded for one in others) else LAST
+    found: list[Group] = []
+    for owner in others:
+        for slot in queues.slots(owner.name, now_s):
+            group = queues.groups.by_number[slot.demand.number]
+            swap_s = worker.swap_s.get(group.kind.model)
+            if swap_s is None or group.kind.model == worker.loaded or worker.name in group.kind.exclude:
+                continue
+            halves_s = slot.demand.drain_s[owner.name] / 2 if len(group) > 1 else 0.0
+            starts_s = slot.start_s + (halves_s if group.begun_on is not None else 0.0)
+            if idle_s >= patience * swap_s and starts_s >= 2 * swap_s:
+                found.append(group)
+    return min(found, key=lambda group: group.urgency, default=None)
+
+
 def _has_room(worker: Worker, group: Group) -> bool:
     """Whether the next of a group may be sent there."""
     return worker.has_room(None if group.kind.late else group.deadlines[0])
+
+
+def _demand(
+    estimator: Estimator,
+    group: Group,
+    now_s: float,
+    workers: Collection[Worker],
+    paces: dict[tuple[str, str], Pace],
+) -> Demand:
+    """A group as it is planned for these workers. `paces` is filled with what was asked of the estimator."""
+    model, drain_s, tail_s = group.kind.model, {}, {}
+    for worker in workers:
+        key = worker.name, model
+        pace = paces.get(key)
+        if pace is None:
+            pace = paces[key] = estimator.pace(*key)
+        drain_s[worker.name] = pace.prompt_s * group.prompt_tokens + pace.output_s * group.output_tokens
+        tail_s[worker.name] = pace.tail_s
+    waits, is_late = len(group) > 0, group.kind.late
+    return Demand(
+        number=group.number,
+        model=model,
+        slack_s=FAR_S if is_late else group.deadlines[0] - now_s if waits else 0.0,
+        drain_s=drain_s,
+        tail_s=tail_s,
+        last_slack_s=group.line[-1].promise.due_s - now_s if waits and not is_late else inf,
+        begun_on=group.begun_on,
+    )
+
+
+def _as_queue(estimator: Estimator, worker: Worker) -> Queue:
+    runs = worker.in_flight and worker.loaded is not None
+    tail_s = estimator.pace(worker.name, worker.loaded or "").tail_s if runs else 0.0
+    return Queue(worker.name, worker.loaded, worker.swap_s, 0.0, tail_s)
