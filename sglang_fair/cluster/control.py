@@ -27,7 +27,7 @@ Handle = Callable[[dict[str, Any], Say], Awaitable[dict[str, Any]]]
 
 MAX_LINE_BYTES = 1 << 16
 MAX_PEERS = 16
-ASKED_S = 10.0
+REQUEST_S = 10.0
 """Longest wait for a request on a connection, because the number of connections is limited."""
 
 
@@ -89,12 +89,12 @@ class Control:
             if self._peers > MAX_PEERS:
                 write({"error": "too many requests at a time"})
                 return
-            async with asyncio.timeout(ASKED_S):
+            async with asyncio.timeout(REQUEST_S):
                 line = await reader.readline()
-            asked = json.loads(line)
-            if not isinstance(asked, dict):
+            request = json.loads(line)
+            if not isinstance(request, dict):
                 raise ValueError("not an object")
-            work = asyncio.create_task(self._work(asked, write))
+            work = asyncio.create_task(self._work(request, write))
             self._at_work.add(work)
             work.add_done_callback(self._at_work.discard)
             await asyncio.wait([work])
@@ -103,7 +103,7 @@ class Control:
         except ValueError as wrong:  # no JSON, or a line without end
             write({"error": f"not a request: {wrong}"})
         except TimeoutError:
-            write({"error": f"not a request: nothing came for {ASKED_S:g} s"})
+            write({"error": f"not a request: nothing came for {REQUEST_S:g} s"})
         except OSError:  # the peer has gone
             pass
         finally:
@@ -114,9 +114,9 @@ class Control:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _work(self, asked: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+    async def _work(self, request: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         try:
-            write(await self._handle(asked, lambda text: write({"say": text})))
+            write(await self._handle(request, lambda text: write({"say": text})))
         except Refused as error:
             write({"error": str(error)})
         except asyncio.CancelledError:

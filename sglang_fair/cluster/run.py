@@ -146,7 +146,7 @@ def _with_ports(options: Options, reservations: Reservations) -> Options:
 
 
 def _make_service_keys(options: Options) -> None:
-    """So that nobody asks a replica past the gateway. All processes that are started get them."""
+    """So that replicas answer the gateway alone. All processes that are started get them."""
     for is_needed, key in ((options.tenants, replica_key), (options.batches, feeder_key)):
         if is_needed is not None and not key.key():
             os.environ[key.variable] = secrets.token_urlsafe(32)
@@ -281,7 +281,7 @@ async def _supervise(
         scaling = scale_up(ScaleUp(most), queues, workers.add, reporter.say) if most else None
         scales = None if scaling is None else asyncio.create_task(scaling)
         try:
-            asked = await supervisor.run()
+            was_stopped = await supervisor.run()
         finally:
             if scales is not None:
                 scales.cancel()
@@ -289,7 +289,7 @@ async def _supervise(
             if control is not None:
                 await control.close()
         was_up = supervisor.was_up
-    if not asked:
+    if not was_stopped:
         raise StartFailed("the cluster cannot go on and has been stopped")
     reporter.say("stopped")
     return STOPPED if was_up else INTERRUPTED

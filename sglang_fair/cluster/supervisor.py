@@ -176,7 +176,7 @@ class Supervisor:
             raise
         self._keepers[spec.name] = asyncio.create_task(self._keep(child))
         self._changed.set()
-        self._tell_up(spec)
+        self._report_up(spec)
 
     async def _let_go(self, name: str) -> None:
         keeper = self._keepers.pop(name, None)
@@ -262,7 +262,7 @@ class Supervisor:
             served_s = child.served_s
             if child.ready_s is not None:
                 self._reporter.died(spec.name, how, child.tail)
-                self._tell_down(spec)
+                self._report_down(spec)
             deaths = self._rule.after(deaths, served_s, is_replica=spec.worker is not None)
             delay_s = self._rule.delay_s(deaths, is_last=self._is_last(spec))
             if delay_s is None:
@@ -282,7 +282,7 @@ class Supervisor:
                 await child.stop(self._hurry)
                 child.ready_s = None
                 continue
-            self._tell_up(spec)
+            self._report_up(spec)
 
     def _spec(self, name: str) -> Process:
         return next(spec for spec in self._plan.processes if spec.name == name)
@@ -296,11 +296,11 @@ class Supervisor:
         ]
         return spec.worker is not None and is_last(spec.models, others)
 
-    def _tell_down(self, spec: Process) -> None:
+    def _report_down(self, spec: Process) -> None:
         if self._link is not None and spec.worker is not None:
             self._link.down(spec.worker)
 
-    def _tell_up(self, spec: Process) -> None:
+    def _report_up(self, spec: Process) -> None:
         if self._link is None:
             return
         if spec.worker is not None:
@@ -309,7 +309,7 @@ class Supervisor:
             for replica in self._plan.of("replica"):
                 child = self._children.get(replica.name)  # a replica that is being added has none yet
                 if child is None or child.ready_s is None or not child.running:
-                    self._tell_down(replica)
+                    self._report_down(replica)
 
     async def _stop_all(self) -> None:
         for roles in STOP_ORDER:

@@ -1,4 +1,4 @@
-"""Whether what protects a program can be used, and whether it may listen where it is told to. Each check raises
+"""Whether what protects a program can be used, and whether it may listen at its address. Each check raises
 SettingError, in one line, with the field that is wrong."""
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ GIVE_KEYS = "give it --keys DIR, which sglang-fair keys makes"
 
 
 def read_keys(folder: str | None, role: Role) -> Keys | None:
-    """The keys of a process; None where nobody has named a folder."""
+    """The keys of a process; None where no folder is named."""
     return _usable("keys", lambda: Keys.read_if(folder, role))
 
 
@@ -28,12 +28,12 @@ def check_certificate(settings: Certified) -> None:
 
 
 def check_authorities(settings: Authorities) -> None:
-    """Whom it believes about replicas."""
+    """Authorities of replicas' certificates."""
     _usable("replica_ca", lambda: tls.authorities(settings.replica_ca))
 
 
 def check_trust(settings: Trust) -> None:
-    """Whom it believes to be the gateway."""
+    """How it knows the gateway's certificate."""
     if settings.gateway_ca is not None and settings.gateway_cert is not None:
         raise SettingError("--gateway-ca and --gateway-cert: give one of them", "gateway_cert")
     _usable("gateway_ca", lambda: tls.authorities(settings.gateway_ca))

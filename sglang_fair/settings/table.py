@@ -258,7 +258,7 @@ class Exposed:
 
 @dataclass(frozen=True, kw_only=True)
 class Keyed:
-    """How it knows the others."""
+    """Keys for ZMQ."""
 
     keys: Annotated[str | None, About(metavar="DIR", unset="ZMQ is open")] = None
     """Folder with the keys of router, gateways and replicas, which sglang-fair keys makes: they then talk to each
@@ -272,7 +272,7 @@ class Protection(Keyed, Exposed):
 
 @dataclass(frozen=True, kw_only=True)
 class Authorities:
-    """Whom it believes about replicas."""
+    """How it knows certificates of replicas."""
 
     replica_ca: Annotated[str | None, About(metavar="FILE", unset="the system's")] = None
     """Authorities that sign the certificates of replicas with https:// addresses, in PEM."""
@@ -298,7 +298,7 @@ class Tls(Authorities, Certified, Protection):
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """Whom it believes to be the gateway."""
+    """How it knows the gateway's certificate."""
 
     gateway_ca: Annotated[str | None, About(metavar="FILE", unset="the system's")] = None
     """Authorities that sign the certificate of a gateway with an https:// address, in PEM."""
@@ -322,7 +322,7 @@ class Feeding:
 
 @dataclass(frozen=True, kw_only=True)
 class Throttling:
-    """Whom the router refuses."""
+    """Which calls the router refuses."""
 
     throttle: Annotated[str, About(registry="router.throttling:KINDS")] = "none"
     """Which calls are refused. oit: first calls of interactions beyond a limit, while all replicas are overloaded;
@@ -547,7 +547,7 @@ class Limits:
     health_timeout_s: Annotated[float, About(unit="seconds", above=0)] = 10.0
     """A replica that sends nothing for so long is given up."""
     progress_interval_s: Annotated[float, About(unit="seconds", at_least=0)] = 1.0
-    """How often the router hears of a stream's output; 0 for never."""
+    """How often the router is sent what a stream has put out; 0 for never."""
 
 
 @dataclass(frozen=True, kw_only=True)

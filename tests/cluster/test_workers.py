@@ -124,7 +124,7 @@ def test_what_is_no_request_is_refused(path: Path, line: bytes) -> None:
 
 
 def test_a_peer_that_says_nothing_is_sent_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "ASKED_S", 0.05)
+    monkeypatch.setattr(control, "REQUEST_S", 0.05)
 
     async def body() -> None:
         async with controlled(path, echo) as made:
@@ -133,7 +133,7 @@ def test_a_peer_that_says_nothing_is_sent_away(path: Path, monkeypatch: pytest.M
                 assert "nothing came" in json.loads(await reader.readline())["error"]
                 writer.close()
             await until(lambda: not made._peers)
-            monkeypatch.setattr(control, "ASKED_S", LIMIT_S)
+            monkeypatch.setattr(control, "REQUEST_S", LIMIT_S)
             assert await asyncio.to_thread(ask, path, {"do": "it", "says": 0}, print)
 
     run(body())
