@@ -5,12 +5,14 @@ processes also read the SGLANG_FAIR_ variables, for what they are given no argum
 """
 
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from sglang_fair.settings import file
-from sglang_fair.settings.commands import Mistake, Option, PassedOn, run
+from sglang_fair.settings.commands import COMPLETES, Mistake, Option, PassedOn, run
 from sglang_fair.settings.setting import Setting, SettingError, help_text, meaning, settings_of
 from sglang_fair.settings.table import SECTIONS
 
@@ -66,7 +68,9 @@ def run_program(
         return serve(settings)
 
     program.__doc__ = help or SECTIONS[section].__doc__
-    program.__signature__ = _signature(SECTIONS[section])  # type: ignore[attr-defined]
+    words = sys.argv[1:] if arguments is None else arguments
+    is_shown = COMPLETES in os.environ or bool({"-h", "--help"} & set(words))
+    program.__signature__ = _signature(SECTIONS[section], is_shown)  # type: ignore[attr-defined]
     return run(program, name, arguments, epilog=epilog)
 
 
@@ -119,12 +123,16 @@ def option_of(table: type, field: str, *, help: str = "", unset: str = "", panel
     )
 
 
-def _signature(table: type) -> inspect.Signature:
-    """Of a function with a parameter for each setting. None, or False, is what was not given."""
+def _signature(table: type, is_shown: bool) -> inspect.Signature:
+    """Of a function with a parameter for each setting. None, or False, is what was not given. Texts of help are read
+    only if they are shown."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter(
-            name, keyword, default=False if setting.kind is bool else None, annotation=_annotation(setting)
+            name,
+            keyword,
+            default=False if setting.kind is bool else None,
+            annotation=_annotation(setting, is_shown),
         )
         for name, setting in settings_of(table).items()
     ]
@@ -152,19 +160,19 @@ def _completed(setting: Setting) -> Callable[[str], list[str]] | None:
     return beginning
 
 
-def _annotation(setting: Setting) -> Any:
+def _annotation(setting: Setting, is_shown: bool) -> Any:
     about = setting.about
     if about.behind_dashes:
         return PassedOn
     if setting.kind is bool:
-        return Annotated[bool, Option(setting.flag, help=setting.help)]
+        return Annotated[bool, Option(setting.flag, help=setting.help if is_shown else "")]
     kind = list[str] if setting.is_list else str
     return Annotated[
         kind | None,
         Option(
             setting.flag,
             metavar=setting.metavar,
-            help=help_text(setting),
+            help=help_text(setting) if is_shown else "",
             show_default=False,
             autocompletion=_completed(setting),
         ),
