@@ -131,7 +131,6 @@ class Shared(Deadlines):
         cut, refused, cut_rpm = at["chats"]["cut"], at["chats"]["refused"], at["chats.rpm"]["cut"]
         yield claim(
             "Deadlines cannot be bought by flooding",
-            paper="our own question",
             ours=f"{ours:.1%} of the light client's requests are in time; under `qlm` {paper:.1%}",
             holds=at_least(ours, 0.99, 0.9),
             why="""Prompts are computed in steps of up to a second, and a request that comes during one may wait for
@@ -139,20 +138,17 @@ class Shared(Deadlines):
         )
         yield claim(
             "Whatever deadlines they claim, two clients are served alike",
-            paper="our own question",
             ours=f"the difference is {gap:.2f} of what is promised",
             holds=gap <= 1,
         )
         yield claim(
             "Who chooses by the cache among those that are due together finds more in it",
-            paper="our own question",
             ours=f"{hits:.2f}× the cached tokens of `qlm`",
             holds=graded(hits >= 1.1, hits > 1),
             why="With as many prefixes as this, most of them are found again in order of arrival too.",
         )
         yield claim(
             "No interaction that has begun is cut",
-            paper="our own question",
             ours=f"{cut:.0f} calls, while {refused:,.0f} first calls are refused; a fixed limit cuts {cut_rpm:,.0f}",
             holds=cut == 0,
         )

@@ -140,25 +140,21 @@ class Equity(Simulated):
         tokens = at["wsc-dlpm"]["tokens_per_s"] / at["wsc"]["tokens_per_s"]
         yield claim(
             "Counters of clients that wait differ by no more than a batch and the lead",
-            paper="our own question",
             ours=f"{lead['gap']:.2f} average calls, {lead['gap_over_bound']:.2f} of that",
             holds=lead["gap_over_bound"] <= 1,
         )
         yield claim(
             "With the paper's rule, interactions first whatever they have had, by more",
-            paper="our own question",
             ours=f"{paper['gap']:.1f} average calls, {paper['gap_over_bound']:.1f} times that",
             holds=paper["gap_over_bound"] > 1,
         )
         yield claim(
             "A client that names the heaviest application gains no more than the spread allows",
-            paper="our own question",
             ours=f"at most {most:.2f} times its service",
             holds=all(gain <= spread**2 for spread, gain in gains.items()) and most <= 64,
         )
         yield claim(
             "Where prompts share a prefix WSC-DLPM serves more than WSC",
-            paper="our own question",
             ours=f"{tokens:.2f}× the tokens/s",
             holds=at_least(tokens, 1.1, 1),
             why="The cache holds the applications' prefixes under either, since there are few of them.",

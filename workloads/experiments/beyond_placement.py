@@ -358,7 +358,6 @@ def _throughput(grid: Grid) -> Iterator[Claim]:
         )
         yield claim(
             "Its throughput is that of the best of all schedulers, fair or not",
-            paper="our own question",
             ours=f"""at least {min(usual):.3f}× the best (asked: {ENOUGH_ELSE}); judgements of S1 {judges:.3f}×
                 ({ENOUGH["judge-s1"]}), the production mix {mixes:.3f}× ({ENOUGH[PRODUCTION]}); short of it at
                 {len(short)} of {len(parts)} points""",
@@ -374,7 +373,6 @@ def _throughput(grid: Grid) -> Iterator[Claim]:
         where, mean = min(gains, key=lambda point: gains[point]), fmean(gains.values())
         yield claim(
             f"Its throughput beside {CONTENDERS[name].label}'s",
-            paper="our own question",
             ours=f"mean {mean:.3f}×, at least {gains[where]:.2f}× ({in_words(where)})",
             holds=at_least(mean, 1, 0.98),
             why="As said of the best of all.",
@@ -386,7 +384,6 @@ def _latency(grid: Grid) -> Iterator[Claim]:
     of = 2 * len(grid.points)
     yield claim(
         "Well-behaved clients wait least of all, at the median and at P99",
-        paper="our own question",
         ours=f"""another's latency is lower by more than {AHEAD:.0%}, and by more than seeds differ, at {len(late)}
             of {of} points: {"; ".join(late) or "nowhere"}""",
         holds=graded(not late, 8 * len(late) <= of),

@@ -60,7 +60,6 @@ class Routers(dlpm.A10GExperiment):
         cost = min(speed.values()) / speed["one"]
         yield claim(
             "4 : 1 holds, however many routers there are and however skewed their parts",
-            paper="our own question",
             ours=f"""one router {ratio["one.d2lpm"]:.2f}, two {ratio["even.d2lpm"]:.2f}, skewed
                 {ratio["skewed.d2lpm"]:.2f} : 1 (furthest off: {worst} {ratio[worst]:.2f})""",
             holds=at_most(off[worst], 0.05, 0.1),
@@ -68,7 +67,6 @@ class Routers(dlpm.A10GExperiment):
         )
         yield claim(
             "A second router costs no throughput",
-            paper="our own question",
             ours=f"{cost:.2f}× at worst",
             holds=at_least(cost, 0.97, 0.9),
             why="Each router knows only its own requests' load, and both send to the same replica at times.",

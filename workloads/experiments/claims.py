@@ -32,10 +32,10 @@ class Claim:
 
 
 def claim(
-    text: str, *, paper: str, ours: str, holds: bool | Verdict, partly: bool = False, why: str = ""
+    text: str, *, ours: str, holds: bool | Verdict, paper: str = "our own question", why: str = ""
 ) -> Claim:
-    """A claim with its verdict: one of `at_least` or `at_most`, or a truth, and whether it holds in part otherwise."""
-    verdict = holds if isinstance(holds, str) else graded(holds, partly)
+    """A claim with its verdict: a truth, or one of `graded`, `at_least` and `at_most`."""
+    verdict = holds if isinstance(holds, str) else graded(holds, False)
     return Claim(plain(text), plain(paper), plain(ours), verdict, plain(why))
 
 

@@ -6,29 +6,27 @@ sglang-fair reproduce all --publish
 """
 
 import json
-import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.provenance import cores, machine, versions
-from sglang_fair.settings.commands import Argument, Mistake, Option, run
+from sglang_fair.settings.commands import Argument, Option, run
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.claims import VERDICTS
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.model_validation import Validation
 from workloads.experiments.runner import Failed, Job, Outcome
-from workloads.terminal import FILE_COLUMNS, interrupted
+from workloads.runs.options import command
+from workloads.terminal import make_console, sigterm_as_ctrl_c
 
 NAME = "sglang-fair reproduce"
 DOCS = Path("docs")
@@ -43,93 +41,98 @@ def on_page(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
     return {**experiments, Validation.id: Validation()}
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    *,
-    experiments: Mapping[str, Experiment] = EXPERIMENTS,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions:
+    ids: Annotated[
+        list[str] | None,
+        Argument(metavar="ID", help="Experiments, as --list names them; * stands for anything, all for all."),
+    ] = None
+    quick: Annotated[bool, Option("--quick", help="Smaller and shorter: a smoke test, not the results.")] = (
+        False
+    )
+    jobs: Annotated[int, Option(min=0, metavar="N", help="Processes; 0 runs in this one.")] = CORES
+    out: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Default: results/reproduce, with --quick results/reproduce-quick."),
+    ] = None
+    again: Annotated[bool, Option("--again", help="Run also what has a record.")] = False
+    list: Annotated[
+        bool, Option("--list", help="Name the experiments, what they show, and what they cost.")
+    ] = False
+    page: Annotated[
+        Path | None, Option(metavar="FILE", help="Write the page of results from the records in --out.")
+    ] = None
+    publish: Annotated[
+        bool,
+        Option(
+            "--publish", help=f"Write {PUBLISHED}/*.json and the plots there, and {PAGE} from these records."
+        ),
+    ] = False
+
+    @property
+    def folder(self) -> Path:
+        """Where records are."""
+        return self.out or Path("results") / ("reproduce-quick" if self.quick else "reproduce")
+
+    @property
+    def size(self) -> Size:
+        return "quick" if self.quick else "full"
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be meant."""
+        if not self.ids and not (self.page or self.publish):
+            raise ValueError("name experiments, or all; --list names them")
+        if self.publish and self.quick:
+            raise ValueError("quick records are no results: --publish goes without --quick")
+        if self.publish and not DOCS.is_dir():
+            raise ValueError(
+                f"--publish writes to {DOCS}/, which is not here: run it from the project's root"
+            )
+
+
+def main(argv: Sequence[str] | None = None, *, experiments: Mapping[str, Experiment] = EXPERIMENTS) -> int:
     """The command. Status 0 when all cells have records and make a report, 1 when one failed, 2 for bad input, 130
     after Ctrl-C. Other experiments than ours run in this process, whatever `--jobs`."""
 
-    def reproduce(
-        ids: Annotated[
-            list[str] | None,
-            Argument(
-                metavar="ID",
-                help="Experiments, as --list names them; * stands for anything, all for all.",
-            ),
-        ] = None,
-        quick: Annotated[
-            bool, Option("--quick", help="Smaller and shorter: a smoke test, not the results.")
-        ] = False,
-        jobs: Annotated[int, Option(min=0, metavar="N", help="Processes; 0 runs in this one.")] = CORES,
-        out: Annotated[
-            Path | None,
-            Option(metavar="DIR", help="Default: results/reproduce, with --quick results/reproduce-quick."),
-        ] = None,
-        again: Annotated[bool, Option("--again", help="Run also what has a record.")] = False,
-        only_list: Annotated[
-            bool, Option("--list", help="Name the experiments, what they show, and what they cost.")
-        ] = False,
-        page: Annotated[
-            Path | None,
-            Option(metavar="FILE", help="Write the page of results from the records in --out."),
-        ] = None,
-        publish: Annotated[
-            bool,
-            Option(
-                "--publish",
-                help=f"Write {PUBLISHED}/*.json and the plots there, and {PAGE} from these records.",
-            ),
-        ] = False,
-    ) -> int:
+    def reproduce(given: ReproduceOptions) -> int:
         """Run the papers' experiments in the simulator. What has a record already is kept."""
-        console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False)
-        size: Size = "quick" if quick else "full"
-        folder = out or Path("results") / ("reproduce-quick" if quick else "reproduce")
-        previous = signal.signal(signal.SIGTERM, interrupted)
-        try:
-            if only_list:
-                console.print(listing(chosen(ids or ["all"], experiments), folder, size))
-                return 0
-            if not ids and not (page or publish):
-                raise ValueError("name experiments, or all; --list names them")
-            if publish and quick:
-                raise ValueError("quick records are no results: --publish goes without --quick")
-            if publish and not DOCS.is_dir():
-                raise ValueError(
-                    f"--publish writes to {DOCS}/, which is not here: run it from the project's root"
-                )
-            asked = chosen(ids or (), experiments)
-            workers = jobs if experiments is EXPERIMENTS else 0
-            failed = _make_records(asked, size, folder, workers, again=again, console=console)
-            reported = _show_reports(asked or experiments, folder, console)
-            if page:
-                known = on_page(experiments)
-                store.replace_text(page, results.page(store.read_folder(folder, known), known))
-                console.print(f"wrote {page}")
-            if publish:
-                _publish(reported, experiments, console)
-            print(json.dumps({"reproduce": {one.experiment.id: _verdicts(one) for one in reported}}))
-        except (OSError, ValueError) as error:
-            raise Mistake(str(error)) from error
-        except KeyboardInterrupt:
-            print(f"{NAME}: interrupted; the same command goes on with what is missing", file=sys.stderr)
-            return 130
-        finally:
-            signal.signal(signal.SIGTERM, previous)
-        errors = [f"{job.name}: {outcome.error}" for job, outcome in failed]
-        errors += [f"{one.experiment.id}: {one.lacks}" for one in reported if one.error]
-        for text in errors:
-            print(f"{NAME}: {text}", file=sys.stderr)
-        return 1 if errors else 0
+        with sigterm_as_ctrl_c():
+            return _reproduce(given, experiments)
 
     return run(
-        reproduce,
+        command(ReproduceOptions, reproduce),
         NAME,
         argv,
         epilog="Records, and plots as PNG and SVG, go to --out; a run that was interrupted goes on from there.",
     )
+
+
+def _reproduce(given: ReproduceOptions, experiments: Mapping[str, Experiment]) -> int:
+    console = make_console()
+    if given.list:
+        console.print(listing(chosen(given.ids or ["all"], experiments), given.folder, given.size))
+        return 0
+    given.check()
+    asked = chosen(given.ids or (), experiments)
+    workers = given.jobs if experiments is EXPERIMENTS else 0
+    try:
+        failed = _make_records(asked, given, workers, console)
+    except KeyboardInterrupt:
+        print(f"{NAME}: interrupted; the same command goes on with what is missing", file=sys.stderr)
+        return 130
+    reported = _show_reports(asked or experiments, given.folder, console)
+    if given.page:
+        known = on_page(experiments)
+        store.replace_text(given.page, results.page(store.read_folder(given.folder, known), known))
+        console.print(f"wrote {given.page}")
+    if given.publish:
+        _publish(reported, experiments, console)
+    print(json.dumps({"reproduce": {one.experiment.id: _verdicts(one) for one in reported}}))
+    errors = [f"{job.name}: {outcome.error}" for job, outcome in failed]
+    errors += [f"{one.experiment.id}: {one.lacks}" for one in reported if one.error]
+    for text in errors:
+        print(f"{NAME}: {text}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def chosen(patterns: Sequence[str], experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
@@ -156,15 +159,8 @@ def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> 
         there = len(jobs) - len(runner.missing(jobs, folder))
         took_s = sum(record.wall_s for record in store.read_folder(folder, [name]))
         simulated_h = sum(job.cell.simulated_s for job in jobs) / 3600
-        view.add_row(
-            name,
-            experiment.source,
-            experiment.title,
-            str(len(jobs)),
-            str(there),
-            f"{simulated_h:.1f}",
-            f"{took_s:.0f}" if there else "–",
-        )
+        numbers = str(len(jobs)), str(there), f"{simulated_h:.1f}", f"{took_s:.0f}" if there else "–"
+        view.add_row(name, experiment.source, experiment.title, *numbers)
     return view
 
 
@@ -180,27 +176,19 @@ def _verdicts(one: results.Reported) -> Mapping[str, object]:
 
 
 def _make_records(
-    experiments: Mapping[str, Experiment],
-    size: Size,
-    folder: Path,
-    workers: int,
-    *,
-    again: bool,
-    console: Console,
+    experiments: Mapping[str, Experiment], given: ReproduceOptions, workers: int, console: Console
 ) -> list[tuple[Job, Failed]]:
     """Run the cells that have no record yet. Returns what failed."""
-    jobs = runner.jobs_of(experiments, size)
-    todo = jobs if again else runner.missing(jobs, folder)
+    jobs = runner.jobs_of(experiments, given.size)
+    todo = jobs if given.again else runner.missing(jobs, given.folder)
     if len(todo) < len(jobs):
-        console.print(f"{len(jobs) - len(todo)} of {len(jobs)} runs have a record in {folder}")
-    if not todo:
-        return []
+        console.print(f"{len(jobs) - len(todo)} of {len(jobs)} runs have a record in {given.folder}")
     with _RunProgress(todo, console) as view:
         return runner.run(
             todo,
             REGISTRY if workers else experiments,
-            folder=folder,
-            size=size,
+            folder=given.folder,
+            size=given.size,
             versions=versions(),
             machine=machine(),
             workers=workers,
@@ -264,48 +252,37 @@ def _draw(
 
 
 class _RunProgress:
-    """Shows how far the runs are: a bar and the runs under way on a terminal, elsewhere a line for each that ended."""
+    """Shows how far the runs are: bars on a terminal, and a line for each that ended."""
 
     def __init__(self, jobs: Sequence[Job], console: Console) -> None:
         self._console, self._total, self._done = console, len(jobs), 0
-        self._began_s = time.monotonic()
-        self._running: dict[str, float] = {}
-        self._work, self._worked = sum(job.cell.simulated_s for job in jobs), 0.0
-        self._bar = Progress(
-            TextColumn("{task.completed:.0%}"),
-            BarColumn(),
+        self._bars = Progress(
             TextColumn("{task.description}"),
+            BarColumn(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=1.0)
-        self._live = Live(console=console, transient=True, get_renderable=self._render, refresh_per_second=2)
+        self._all = self._bars.add_task("all", total=sum(job.cell.simulated_s for job in jobs))
+        self._running: dict[str, TaskID] = {}
 
     def __enter__(self) -> "_RunProgress":
-        if self._console.is_terminal:
-            self._live.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
+        self._bars.stop()
 
     def began(self, job: Job) -> None:
-        self._running[job.name] = time.monotonic()
+        self._running[job.name] = self._bars.add_task(job.name, total=None)
 
     def ended(self, job: Job, outcome: Outcome) -> None:
-        del self._running[job.name]
+        self._bars.remove_task(self._running.pop(job.name))
+        self._bars.advance(self._all, job.cell.simulated_s)
         self._done += 1
-        self._worked += job.cell.simulated_s
-        self._bar.update(self._task, completed=self._worked / self._work if self._work else 1.0)
         what = outcome.error if isinstance(outcome, Failed) else f"{outcome.wall_s:.1f} s"
         self._console.print(f"[{self._done}/{self._total}] {job.name}: {what}", markup=False)
         if isinstance(outcome, Failed) and outcome.trace:
             self._console.print(outcome.trace.rstrip(), markup=False)
-
-    def _render(self) -> Group:
-        now_s = time.monotonic()
-        left = self._work - self._worked
-        eta = f", about {(now_s - self._began_s) * left / self._worked:.0f} s to go" if self._worked else ""
-        self._bar.update(self._task, description=f"{self._done} of {self._total} runs{eta}")
-        under_way = (f"  {name}, {now_s - since_s:.0f} s" for name, since_s in self._running.items())
-        return Group(self._bar, *(Text(line) for line in under_way))

@@ -41,6 +41,9 @@ class Record:
     """Of the experiment, when it was run."""
     schema: int = SCHEMA
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cell", filled(self.cell))
+
     @property
     def name(self) -> str:
         """The cell's."""
@@ -48,7 +51,7 @@ class Record:
 
     def of(self, cell: Cell, version: int) -> bool:
         """Whether this is a run of `cell` as it is specified, and measured by that version of its experiment."""
-        return self.version == version and filled(self.cell) == cell.to_json()
+        return self.version == version and dict(self.cell) == cell.to_json()
 
 
 def path_of(folder: Path, experiment: str, cell: str, seed: str) -> Path:
@@ -69,7 +72,7 @@ def read(path: Path) -> Record | None:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (KeyError, ValueError) as error:
         raise ValueError(f"{path}: not a record: {error}") from error
     return record if record.schema == SCHEMA else None
 

@@ -185,8 +185,7 @@ class OnOff(OneRun):
             "The client below its share is served fast",
             paper="low latency",
             ours=f"{quick_s:.1f} s in the mean, the other {slow_s:.0f} s",
-            holds=quick_s <= 5 and quick_s < slow_s / 5,
-            partly=quick_s < slow_s / 2,
+            holds=graded(quick_s <= 5 and quick_s < slow_s / 5, quick_s < slow_s / 2),
         )
 
 
@@ -208,8 +207,7 @@ class OnOffOverload(OneRun):
             "A client that stays backlogged in its OFF phases receives as much as the other",
             paper="equal rates in all phases",
             ours=f"1 : {ratio:.2f}; in {WINDOW_S:.0f} s windows within {gap:.0%}",
-            holds=1 / 1.05 <= ratio <= 1.05 and gap <= 0.15,
-            partly=1 / 1.2 <= ratio <= 1.2,
+            holds=graded(1 / 1.05 <= ratio <= 1.05 and gap <= 0.15, 1 / 1.2 <= ratio <= 1.2),
             why="Where client 1's backlog is served before its next ON phase, the other takes the rest.",
         )
 
@@ -231,8 +229,7 @@ class Isolation(OneRun):
             "The well-behaved client's response time is about the same, however much the other sends",
             paper="roughly unchanged",
             ours=f"{before_s:.2f} s in the first third, {after_s:.2f} s in the last; the other's {other_s:.0f} s then",
-            holds=after_s <= 5 and after_s < other_s / 3,
-            partly=after_s < other_s / 2,
+            holds=graded(after_s <= 5 and after_s < other_s / 3, after_s < other_s / 2),
             why="Once the pool is full, a request waits for another to finish.",
         )
 
@@ -285,8 +282,7 @@ class Lengths(vtc.VtcExperiment):
                 f"{figure}: FCFS's is not",
                 paper="grows steadily",
                 ours=f"{most:,.0f} units, {times:.0f}× VTC's; at the end {grows:.2f}× that of half time",
-                holds=times > 3 and grows >= 1.5,
-                partly=times > 1,
+                holds=graded(times > 3 and grows >= 1.5, times > 1),
             )
             both = vtc.rates({"VTC": fair, "FCFS": fcfs})
             difference = vtc.accumulated(fair, fcfs, bound=BOUND)
@@ -338,8 +334,7 @@ class Shift(vtc.VtcExperiment):
             paper="disproportionately client 1",
             ours=f"""client 1 receives {served["lcf"]:.0%} of what it asks for, {lifted:.0%} of the whole; under VTC
                 {served["vtc"]:.0%} and {fair:.0%}""",
-            holds=served["lcf"] >= 0.97 and lifted >= fair + 0.04,
-            partly=lifted > fair,
+            holds=graded(served["lcf"] >= 0.97 and lifted >= fair + 0.04, lifted > fair),
             why="It cannot receive more than it asks for.",
         )
         yield claim(
@@ -633,15 +628,13 @@ class Profiled(vtc.VtcExperiment):
             "Under the profiled cost, VTC's mean difference is far below FCFS's",
             paper=f"{theirs[0]:.1f} to {theirs[1]:.1f}, {theirs[1] / theirs[0]:.0%}",
             ours=f"{fifo:.1f} to {fair:.1f}, {fair / fifo:.0%}",
-            holds=fair / fifo <= 0.5,
-            partly=fair < fifo,
+            holds=graded(fair / fifo <= 0.5, fair < fifo),
         )
         yield claim(
             "With an oracle there is almost none left",
             paper=f"{theirs[0]:.1f} to {theirs[2]:.1f}, {theirs[2] / theirs[0]:.0%}",
             ours=f"{fifo:.1f} to {oracle:.1f}, {oracle / fifo:.0%}",
-            holds=oracle / fifo <= 0.1,
-            partly=oracle < fair,
+            holds=graded(oracle / fifo <= 0.1, oracle < fair),
         )
         yield Table(
             "Table 4: service difference, profiled cost (service difference in units/s)",

@@ -174,8 +174,7 @@ class ArenaTrace(Simulated):
             paper="all; only over-senders",
             ours=f"""medium clients {fcfs_s:.0f} s under FCFS, {vtc_s:.1f} s under VTC; heavy {fcfs_heavy_s:.0f} s and
                 {vtc_heavy_s:.0f} s""",
-            holds=fcfs_s >= 0.5 * fcfs_heavy_s and vtc_s <= 0.25 * fcfs_s,
-            partly=vtc_s < fcfs_s,
+            holds=graded(fcfs_s >= 0.5 * fcfs_heavy_s and vtc_s <= 0.25 * fcfs_s, vtc_s < fcfs_s),
         )
 
     def _limits(self, linear: Mapping[str, Result]) -> Iterator[Claim]:
@@ -186,8 +185,7 @@ class ArenaTrace(Simulated):
             "Figure 14: RPM's throughput is below VTC's at every limit",
             paper="340 of 779 tokens/s at 5 requests/min, 44 %; 747 at 30, 96 %",
             ours=f"{tight:.0%} at {LIMITS[0]}, {loose:.0%} at {LIMITS[4]}",
-            holds=max(limited) <= 0.99 and tight <= 0.6,
-            partly=tight < 0.8,
+            holds=graded(max(limited) <= 0.99 and tight <= 0.6, tight < 0.8),
             why="At the highest limits almost nothing is refused.",
         )
         low, high, all_s = (_waits(linear[label]) for label in ("RPM(5)", "RPM(30)", "FCFS"))
@@ -195,8 +193,7 @@ class ArenaTrace(Simulated):
             "Figure 13: a low limit is fast for all, a high one is FCFS again",
             paper=f"similar, low response times at {LIMITS[0]}; FCFS's curve at high limits",
             ours=f"mean {low:.1f} s at {LIMITS[0]}, {high:.0f} s at {LIMITS[4]}, {all_s:.0f} s under FCFS",
-            holds=low <= 0.1 * all_s and high >= 0.5 * all_s,
-            partly=low < high <= all_s,
+            holds=graded(low <= 0.1 * all_s and high >= 0.5 * all_s, low < high <= all_s),
             why=f"A limit of {LIMITS[4]} still refuses what the heaviest clients send.",
         )
 
@@ -208,8 +205,7 @@ class ArenaTrace(Simulated):
             "Figure 18: VTC keeps clients with few requests fast under the profiled cost, FCFS does not",
             paper="low against rising",
             ours=f"medium clients {ours:.1f} s to {others:.0f} s",
-            holds=ours <= 0.25 * others,
-            partly=ours < others,
+            holds=graded(ours <= 0.25 * others, ours < others),
         )
         lcf, fair = (_waits(profiled[label], slice(-5, None), median) for label in ("LCF", "VTC"))
         yield claim(
@@ -238,8 +234,7 @@ def _in_order(
         text,
         paper=" < ".join(f"{theirs[name][1]:.0f}" for name in names),
         ours=", ".join(f"{mean:.0f}" for mean in means),
-        holds=means == sorted(means),
-        partly=means[2] < means[4],
+        holds=graded(means == sorted(means), means[2] < means[4]),
         why="VTC is below FCFS; its relatives lie close to it, and their order changes with the trace.",
     )
 
