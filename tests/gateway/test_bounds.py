@@ -9,10 +9,10 @@ import time
 import pytest
 
 from router.gateway.clients import address_share, header_safe
-from router.gateway.relay import LARGE_BYTES
 from router.gateway.replicas.connections import NoDescriptors
 from router.gateway.request.chunks import ChunkedTokenizer
 from router.gateway.request.parse import LARGE_BODY_BYTES, parse
+from router.gateway.serving import LARGE_BYTES
 from tests.gateway.clusters import CHAT, COMPLETION, DEADLINE_S, Cluster, FakeReplica
 from tests.support.stand_in import MODEL
 from tests.support.waiting import eventually
