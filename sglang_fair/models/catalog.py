@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_fair.models import emulated, smollm2
+from sglang_fair.models import smollm2
 from sglang_fair.models.folder import (
     BYTE_VOCABULARY,
     SPECIAL_TOKENS,
@@ -13,7 +13,7 @@ from sglang_fair.models.folder import (
     prepared,
     write_byte_tokenizer,
 )
-from sglang_fair.sim.shapes import SHAPES
+from sglang_fair.sim.shapes import SHAPES, ModelShape
 
 EMULATED = "emulated:"
 """Before the name of a model in `sim.shapes`: what an emulated GPU serves in its place."""
@@ -129,5 +129,35 @@ def _find_emulated(name: str, say: Progress) -> ServedModel:
     if name not in SHAPES:
         raise ValueError(f"unknown model {name!r} to emulate; there are {', '.join(SHAPES)}")
     shape = SHAPES[name]
-    path = prepared(f"emulated-{name}-v1", lambda folder: emulated.write(folder, shape), say)
+    path = prepared(f"emulated-{name}-v1", lambda folder: write_emulated(folder, shape), say)
     return ServedModel(EMULATED + name, str(path), f"{name}-emulated", "dummy", 0, shape.context_tokens)
+
+
+def write_emulated(folder: Path, shape: ModelShape) -> None:
+    """The named model's context and vocabulary, one layer of nothing: a token costs 64 bytes of KV memory. The tokenizer
+    has one token for each byte, whose id is the byte, so that texts work and have a known length."""
+    write_byte_tokenizer(folder, shape.context_tokens, letters=_letters())
+    config = llama_config(
+        architecture="EmulatedForCausalLM",
+        layers=1,
+        hidden=16,
+        intermediate=16,
+        heads=1,
+        kv_heads=1,
+        vocabulary=shape.vocabulary,
+        context_tokens=shape.context_tokens,
+    )
+    (folder / "config.json").write_text(config)
+
+
+def _letters() -> list[str]:
+    """The letters of byte-level tokenizers, in the order of the bytes they stand for.
+
+    A printable letter stands for itself; the others stand for the remaining bytes, both in order.
+    """
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = {ord(letter): letter for letter in alphabet if ord(letter) < BYTE_VOCABULARY}
+    others = iter(letter for letter in alphabet if ord(letter) >= BYTE_VOCABULARY)
+    return [own[byte] if byte in own else next(others) for byte in range(BYTE_VOCABULARY)]
