@@ -134,7 +134,7 @@ def _find_emulated(name: str, say: Progress) -> ServedModel:
 
 
 def write_emulated(folder: Path, shape: ModelShape) -> None:
-    """The named model's context and vocabulary, one layer of nothing: a token costs 64 bytes of KV memory. The tokenizer
+    """The named model's context and vocabulary, one layer of nothing: a token has 64 bytes of KV memory. The tokenizer
     has one token for each byte, whose id is the byte, so that texts work and have a known length."""
     write_byte_tokenizer(folder, shape.context_tokens, letters=_letters())
     config = llama_config(
