@@ -9,7 +9,7 @@ from workloads.deadlines.measures import attained
 from workloads.deadlines.run import Outcome, simulate
 from workloads.deadlines.traffic import Stream, requests
 from workloads.experiments.qlm_setting import qlm, rule
-from workloads.simulation.cluster import Cluster
+from workloads.simulation.cluster import Agents, Cluster
 
 THREE = {"a": "mistral-7b", "b": "vicuna-13b", "c": "mistral-7b"}
 TWO = {"a": "mistral-7b", "b": "vicuna-13b"}
@@ -39,7 +39,7 @@ def test_a_plan_that_always_wants_another_model_starves_none(
 
     def meddled(self: Cluster, router: int, event: Event) -> None:
         tell(self, router, event)
-        queues: Any = self.routers[0]._placement.queues  # type: ignore[attr-defined]
+        queues: Any = self.routers[0].placements.first.queues  # type: ignore[attr-defined]
         loaded = {name: queues.workers[name].loaded for name in queues.orders()}
         by_number = queues.groups.by_number
         orders = {
@@ -59,12 +59,12 @@ def test_a_plan_that_always_wants_another_model_starves_none(
 def test_a_model_that_cannot_be_loaded_is_waited_for_and_others_are_served(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: Cluster, order: Exchange) -> None:
+    def fails(self: Agents, order: Exchange) -> None:
         swap_s = {"a": 1.0, "b": 1.0}
         said = Agent("", order.worker, "a", order.number, "damaged", swap_s=swap_s)
-        self.at(self.now_s + 0.5, lambda one: self.tell(0, one), said)
+        self._cluster.at(self._cluster.now_s + 0.5, lambda one: self._cluster.tell(0, one), said)
 
-    monkeypatch.setattr(Cluster, "_load", fails)
+    monkeypatch.setattr(Agents, "load", fails)
     streams = [Stream("b", "batch-1", 1.0, count=1), Stream("a", "batch-1", 1.0, count=100)]
     outcome = simulate(make(qlm(1, TWO)), requests(streams, "0"), until_s=130.0)
     assert [one.asked.model for one in outcome.served if one.ended_s is None] == ["b"]
