@@ -20,6 +20,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -342,40 +343,35 @@ class Store:
             if not db.execute(_FEEDERS.update().where(_O.owner == owner).values(until_s=until_s)).rowcount:
                 db.execute(_FEEDERS.insert().values(owner=owner, until_s=until_s))
 
-    def lease(
-        self, owner: str, wanted: Mapping[tuple[str, str], int], most_bytes: int
+    def turn(
+        self,
+        owner: str,
+        now_s: int,
+        endings: Sequence[Ending] = (),
+        *,
+        tries: Mapping[int, int] = {},
+        released: Collection[int] = (),
+        keep: Collection[int] | None = None,
+        wanted: Mapping[tuple[str, str], int] = {},
+        most_bytes: int = 1 << 62,
     ) -> list[tuple[str, Item]]:
-        """Of each batch and model at most so many items that wait, in order, each with its batch, and together one
-        item more than `most_bytes` at most: they are leased to `owner`, who has renewed its name."""
-        found: list[tuple[str, Item]] = []
-        with self._commit() as db:
-            name = sa.select(_O.owner).where(_O.owner == owner)
-            if db.scalar(name.with_for_update()) is None:
-                raise StoreError("the leases of this feeder have run out")
-            of = sa.select(_B.id, _B.seq).where(_B.id.in_([batch for batch, _ in wanted]))
-            seqs: dict[str, int] = dict(db.execute(of).all())
-            for (batch, model), most in wanted.items():
-                base = seqs.get(batch, 0) * MOST_NUMBER
-                which = {"first": base + 1, "last": base + MOST_NUMBER - 1, "model": model, "most": most}
-                with db.execute(_FREE, which, execution_options=_STREAMED) as rows:
-                    for key, custom_id, body, tries in rows:
-                        if most_bytes <= 0:
-                            break
-                        found.append((batch, Item(key - base, custom_id, model, body, tries, key)))
-                        most_bytes -= len(body)
-            if found:
-                _many(db, _TAKE, [{"key": item.key, "of": owner} for _, item in found])
-        return found
+        """What a feeder has to say and to ask for, in one step: results, as `finish`; how often items without a result
+        were tried so far, by key; items that wait again, if they are leased to `owner`. With `keep`, so do all others
+        that are: what a call that failed may have leased.
 
-    def release(self, owner: str, keys: Collection[int]) -> None:
-        """These items wait again, if they are leased to `owner`."""
+        Then, of each batch and model at most so many items as are `wanted`, that wait, in order, each with its batch,
+        and together one more than `most_bytes` at most: they are leased to `owner`; none if its leases have run out.
+        """
         with self._commit() as db:
-            _let_go(db, owner, _I.id.in_(keys))
-
-    def reconcile(self, owner: str, keys: Collection[int]) -> None:
-        """Items that are leased to `owner`, other than these, wait again: what a call that failed may have leased."""
-        with self._commit() as db:
-            _let_go(db, owner, _I.id.not_in(keys))
+            if endings:
+                _finish(db, endings, now_s)
+            if tries:
+                _many(db, _TRIED, [{"key": key, "count": count} for key, count in sorted(tries.items())])
+            if released:
+                _let_go(db, owner, _I.id.in_(released))
+            if keep is not None:
+                _let_go(db, owner, _I.id.not_in(keep))
+            return _lease(db, owner, wanted, most_bytes) if wanted else []
 
     def reclaim(self, now_s: float) -> None:
         """What is leased to feeders that have not renewed their names waits again."""
@@ -388,13 +384,6 @@ class Store:
                 _let_go(db, owner, sa.true())
                 db.execute(_BATCHES.update().where(_B.owner == owner).values(owner=None))
                 db.execute(_FEEDERS.delete().where(_O.owner == owner))
-
-    def tried(self, tries: Mapping[int, int]) -> None:
-        """How often items without a result were tried so far, by key."""
-        counted = _ITEMS.update().where(_I.id == sa.bindparam("key"), _I.state < DONE)
-        with self._commit() as db:
-            rows = [{"key": key, "count": count} for key, count in sorted(tries.items())]
-            db.execute(counted.values(tries=sa.bindparam("count")), rows)
 
     def finish(self, endings: Sequence[Ending], now_s: int) -> int:
         """How many of these were without a result, and have it from here on."""
@@ -603,14 +592,26 @@ _NEW = _ITEMS.insert().values(
     state=WAITS, tries=WAITS, **{name: sa.bindparam(name) for name in ("id", "model", "custom_id", "content")}
 )
 _FREE = (
-    sa.select(*(_I[name] for name in ("id", "custom_id", "content", "tries")))
+    sa.select(_I.id, sa.func.length(_I.content).label("size"))
     .where(_I.id.between(sa.bindparam("first"), sa.bindparam("last")), _I.state == WAITS)
-    .where(_I.model == sa.bindparam("model"))
+    .where(_I.model == sa.bindparam("of"))
     .order_by(_I.id)
     .limit(sa.bindparam("most"))
     .with_for_update(skip_locked=True)
+    .subquery()
 )
-_TAKE = _ITEMS.update().where(_I.id == sa.bindparam("key")).values(state=LEASED, owner=sa.bindparam("of"))
+_SUMMED = sa.select(
+    _FREE.c.id, (sa.func.sum(_FREE.c.size).over(order_by=_FREE.c.id) - _FREE.c.size).label("before")
+).subquery()
+_TAKE = (
+    _ITEMS.update()
+    .where(_I.id.in_(sa.select(_SUMMED.c.id).where(_SUMMED.c.before < sa.bindparam("bytes"))))
+    .values(state=LEASED, owner=sa.bindparam("to"))
+    .returning(_I.id, _I.custom_id, _I.content, _I.tries)
+)
+_TRIED = (
+    _ITEMS.update().where(_I.id == sa.bindparam("key"), _I.state < DONE).values(tries=sa.bindparam("count"))
+)
 _END = (
     _ITEMS.update()
     .where(_I.id == sa.bindparam("key"))
@@ -627,6 +628,27 @@ _MORE = (
     .where(_B.seq == sa.bindparam("of"))
     .values({name: _B[name] + sa.bindparam(f"{name}_more") for name in _ENDED})
 )
+
+
+def _lease(
+    db: Connection, owner: str, wanted: Mapping[tuple[str, str], int], most_bytes: int
+) -> list[tuple[str, Item]]:
+    name = sa.select(_O.owner).where(_O.owner == owner)
+    if db.scalar(name.with_for_update()) is None:
+        return []
+    of = sa.select(_B.id, _B.seq).where(_B.id.in_({batch for batch, _ in wanted}))
+    seqs: dict[str, int] = dict(db.execute(of).all())
+    found: list[tuple[str, Item]] = []
+    for (batch, model), most in wanted.items():
+        if batch not in seqs or most_bytes <= 0:
+            continue
+        base = seqs[batch] * MOST_NUMBER
+        which = {"first": base + 1, "last": base + MOST_NUMBER - 1, "of": model, "most": most}
+        rows = db.execute(_TAKE, {**which, "bytes": most_bytes, "to": owner}).all()
+        for key, custom_id, body, tries in sorted(rows, key=itemgetter(0)):
+            found.append((batch, Item(key - base, custom_id, model, body, tries, key)))
+            most_bytes -= len(body)
+    return found
 
 
 def _finish(db: Connection, endings: Sequence[Ending], now_s: int, *also: str) -> int:

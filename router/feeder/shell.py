@@ -45,7 +45,7 @@ LEASE_S = 10.0
 RENEW_S = 2.0
 SWEEP_S = 600.0
 STORE_AGAIN_S = 1.0
-COMMIT_RESULTS = 500
+COMMIT_RESULTS = 1_000
 CLOSED_AT_ONCE = 2_000
 VALIDATED_AT_ONCE = 8
 """Batches, each of another client."""
@@ -81,7 +81,7 @@ class Shell:
         self._sent: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._endings: list[Ending] = []
-        self._releases: set[int] = set()
+        self._released: set[int] = set()
         self._tries: dict[int, int] = {}
         self._is_sure = True
         """Nothing else is leased to it than what is in flight."""
@@ -112,8 +112,7 @@ class Shell:
             self._threads.shutdown()
             self._validating_threads.shutdown()
             with contextlib.suppress(StoreError):
-                self._store.finish(self._endings, int(time.time()))
-                self._store.reconcile(self._owner, ())
+                self._store.turn(self._owner, int(time.time()), self._endings, keep=())
             self._store.shut()
 
     # -- what goes on all the time
@@ -129,9 +128,7 @@ class Shell:
                     if is_busy and now_s >= renewed_s + RENEW_S:
                         await self._ask(self._store.renew, self._owner, time.time() + LEASE_S)
                         renewed_s = now_s
-                await self._write()
-                if renewed_s + LEASE_S / 2 > now_s:
-                    await self._lease()
+                await self._turn(may_lease=renewed_s + LEASE_S / 2 > now_s)
             except StoreError as error:
                 self._complain("the store", error)
                 self._is_sure = False
@@ -156,33 +153,28 @@ class Shell:
             self._is_to_validate.set()
         return bool(batches)
 
-    async def _write(self) -> None:
-        """What has come. It is here until the store has it."""
-        while taken := self._endings[:COMMIT_RESULTS]:
-            await self._ask(self._store.finish, taken, int(time.time()))
-            del self._endings[: len(taken)]
-            self._core.unwritten -= len(taken)
-        if self._tries:
-            tries = self._tries.copy()
-            await self._ask(self._store.tried, tries)
-            self._tries = dict(self._tries.items() - tries.items())
-        if self._releases:
-            released = self._releases.copy()
-            await self._ask(self._store.release, self._owner, released)
-            self._releases -= released
-        if not self._is_sure:
-            await self._ask(self._store.reconcile, self._owner, self._core.keys)
-            self._is_sure = True
-
-    async def _lease(self) -> None:
-        wanted, most_bytes = self._core.wanted(time.time())
-        if not wanted:
+    async def _turn(self, *, may_lease: bool) -> None:
+        """Writes what has come, which is here until the store has it, and sends what is leased in the same step."""
+        endings, tries, released = self._endings[:COMMIT_RESULTS], self._tries.copy(), self._released.copy()
+        wanted, most_bytes = self._core.wanted(time.time()) if may_lease else ({}, 0)
+        if not (endings or tries or released or wanted) and self._is_sure:
             return
-        found = await self._ask(self._store.lease, self._owner, wanted, most_bytes)
+        keep = None if self._is_sure else self._core.keys
+        turn = partial(
+            self._store.turn, tries=tries, released=released, keep=keep, wanted=wanted, most_bytes=most_bytes
+        )
+        found = await self._ask(turn, self._owner, int(time.time()), endings)
+        self._is_sure = True
+        del self._endings[: len(endings)]
+        self._core.unwritten -= len(endings)
+        self._tries = dict(self._tries.items() - tries.items())
+        self._released -= released
         sends, lost = self._core.leased(wanted, found)
-        self._releases.update(lost)
+        self._released.update(lost)
         for send in sends:
             self._sent[send.item.key] = asyncio.create_task(self._send(send))
+        if self._endings or lost:
+            self._changed.set()
 
     async def _validate(self) -> None:
         """A commit of each batch in turn, of one batch a client."""
@@ -248,7 +240,7 @@ class Shell:
                 case Write(ending):
                     self._endings.append(ending)
                 case Release():
-                    self._releases.add(key)
+                    self._released.add(key)
             self._sent.pop(key, None)
             self._changed.set()
             return

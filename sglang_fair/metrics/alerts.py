@@ -1,6 +1,6 @@
 """The table of alerts: what is asked of Prometheus, when it is too much, and what to do then.
 
-monitoring/alerts.yaml and the runbook in docs/metrics.md are made from it.
+deploy/monitoring/alerts.yaml and the runbook in docs/metrics.md are made from it.
 """
 
 from dataclasses import dataclass

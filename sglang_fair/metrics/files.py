@@ -1,4 +1,4 @@
-"""docs/metrics.md and the files in monitoring/, made from the tables of metrics, panels and alerts.
+"""docs/metrics.md and the files in deploy/monitoring/, made from the tables of metrics, panels and alerts.
 
     python -m sglang_fair.metrics.files            says which are out of date
     python -m sglang_fair.metrics.files --write    writes them
@@ -23,9 +23,9 @@ from sglang_fair.settings.commands import Option, run
 
 MADE = "Made by `python -m sglang_fair.metrics.files --write` from sglang_fair/metrics/; do not edit."
 
-RULES = Path("monitoring/alerts.yaml")
-DASHBOARD = Path("monitoring/grafana-dashboard.json")
-SCRAPES = Path("monitoring/prometheus.yaml")
+RULES = Path("deploy/monitoring/alerts.yaml")
+DASHBOARD = Path("deploy/monitoring/grafana-dashboard.json")
+SCRAPES = Path("deploy/monitoring/prometheus.yaml")
 PAGE = Path("docs/metrics.md")
 
 PLACES: Mapping[Place, str] = {
@@ -55,9 +55,9 @@ HEAD = f"""\
 Gateway, router and replicas have `GET /metrics` for Prometheus. With SGLang's `--enable-metrics` a replica's page has
 SGLang's own numbers too.
 
-- [monitoring/prometheus.yaml](../monitoring/prometheus.yaml): what to scrape, to be completed with your addresses;
-- [monitoring/alerts.yaml](../monitoring/alerts.yaml): [alert rules](#alerts);
-- [monitoring/grafana-dashboard.json](../monitoring/grafana-dashboard.json): a dashboard; in Grafana: Dashboards, New,
+- [deploy/monitoring/prometheus.yaml](../deploy/monitoring/prometheus.yaml): what to scrape, to be completed with your addresses;
+- [deploy/monitoring/alerts.yaml](../deploy/monitoring/alerts.yaml): [alert rules](#alerts);
+- [deploy/monitoring/grafana-dashboard.json](../deploy/monitoring/grafana-dashboard.json): a dashboard; in Grafana: Dashboards, New,
   Import.
 
 The router also answers `GET /healthz`, whether its loop runs, and `GET /readyz`, whether it has a replica that takes
@@ -152,7 +152,7 @@ def _yaml(content: Mapping[str, Any]) -> str:
 def main(
     write: Annotated[bool, Option("--write", help="Write the files.")] = False,
 ) -> int:
-    """Compare docs/metrics.md and the files in monitoring/ with the tables."""
+    """Compare docs/metrics.md and the files in deploy/monitoring/ with the tables."""
     stale = 0
     for path, text in files().items():
         if path.exists() and path.read_text(encoding="utf-8") == text:

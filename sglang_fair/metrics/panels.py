@@ -1,4 +1,4 @@
-"""The table of the dashboard's panels. monitoring/grafana-dashboard.json is made from it."""
+"""The table of the dashboard's panels. deploy/monitoring/grafana-dashboard.json is made from it."""
 
 from dataclasses import dataclass
 from typing import Any

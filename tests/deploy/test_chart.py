@@ -172,7 +172,7 @@ def test_rules_and_dashboard_are_those_of_the_tables() -> None:
     dashboard = found.named("ConfigMap", "rel-sglang-fair-grafana")
     assert dashboard is not None
     assert json.loads(dashboard["data"]["sglang-fair.json"]) == json.loads(
-        (ROOT / "monitoring/grafana-dashboard.json").read_text(encoding="utf-8")
+        (ROOT / "deploy/monitoring/grafana-dashboard.json").read_text(encoding="utf-8")
     )
 
 

@@ -220,7 +220,7 @@ def test_prometheus_scrapes_what_listens(composition: Composition, tmp_path: Pat
         assert credentials is None or (composition.keys / credentials.removeprefix("/keys/")).is_file()
     if (tool := shutil.which("promtool")) is None:
         pytest.skip("no promtool")
-    shutil.copy(ROOT / "monitoring/alerts.yaml", tmp_path)
+    shutil.copy(ROOT / "deploy/monitoring/alerts.yaml", tmp_path)
     (tmp_path / "prometheus.yaml").write_text(text.replace("/keys/", f"{composition.keys}/"))
     done = subprocess.run(
         [tool, "check", "config", "prometheus.yaml"],

@@ -66,8 +66,7 @@ class Deaths(RuleBasedStateMachine):
             case "turn":
                 one.turn()
             case "unheard":
-                one.write()
-                one.lease(is_heard=False)
+                one.turn(is_heard=False)
             case "die written":
                 one.write()
                 self.world.die(index)

@@ -35,7 +35,8 @@ class One:
         """By key, each with its tries."""
         self.put_off: dict[int, tuple[float, Send, int]] = {}
         self.endings: list[Ending] = []
-        self.releases: set[int] = set()
+        self.released: set[int] = set()
+        self.tries: dict[int, int] = {}
         self.closing: list[str] = []
         self.is_sure = True
 
@@ -49,50 +50,43 @@ class One:
             self.put_off.pop(key, None)
         self.closing += close
 
-    def write(self) -> None:
-        if self.endings:
-            self.store.finish(self.endings, int(self.world.now_s))
-            self.core.unwritten -= len(self.endings)
-            self.endings = []
-        self.store.release(self.owner, self.releases)
-        self.releases = set()
-        if not self.is_sure:
-            self.store.reconcile(self.owner, self.core.keys)
-            self.is_sure = True
-
-    def lease(self, *, is_heard: bool = True) -> None:
+    def turn(self, *, leases: bool = True, is_heard: bool = True) -> None:
         """What comes of it may get lost on the way back."""
         for key, (until_s, send, tries) in list(self.put_off.items()):
             if until_s <= self.world.now_s:
                 del self.put_off[key]
                 self.sent[key] = send, tries
-        wanted, most_bytes = self.core.wanted(self.world.now_s)
+        wanted, most_bytes = self.core.wanted(self.world.now_s) if leases else ({}, 0)
         self.store.renew(self.owner, self.world.now_s + LEASE_S)
-        found = self.store.lease(self.owner, wanted, most_bytes) if wanted else []
+        found = self.store.turn(
+            self.owner, int(self.world.now_s), self.endings, tries=self.tries, released=self.released,
+            keep=None if self.is_sure else self.core.keys, wanted=wanted, most_bytes=most_bytes,
+        )  # fmt: skip
+        self.is_sure = is_heard
         if not is_heard:
-            self.is_sure = False
             return
+        self.core.unwritten -= len(self.endings)
+        self.endings, self.tries = [], {}
         sends, lost = self.core.leased(wanted, found)
-        self.releases.update(lost)
+        self.released = {*lost}
         for send in sends:
             assert send.item.key not in self.sent, "it is in flight already"
             self.sent[send.item.key] = send, send.item.tries
 
-    def turn(self) -> None:
-        self.write()
-        self.lease()
+    def write(self) -> None:
+        self.turn(leases=False)
 
     def answer(self, key: int, answer: Answer) -> None:
         send, tries = self.sent.pop(key)
         match self.core.answered(send, answer, tries, self.world.now_s):
             case Wait(after_s, more):
                 if more is not None:
-                    self.store.tried({key: more})
+                    self.tries[key] = more
                 self.put_off[key] = self.world.now_s + after_s, send, tries if more is None else more
             case Write(ending):
                 self.endings.append(ending)
             case Release():
-                self.releases.add(key)
+                self.released.add(key)
 
     def close(self, most: int = 3) -> None:
         if self.store.close(self.closing[0], int(self.world.now_s), most):

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 PACKAGES = ("sglang_fair", "router", "workloads")
-BESIDE = ("tests", "deploy", "monitoring")
+BESIDE = ("tests", "deploy")
 
 WATCHER = '''\
 """Writes down each file below FOLDER that this process opens or lists."""
@@ -60,7 +60,7 @@ def build(folder: Path) -> Built:
         cache = sources / name / "__pycache__"
         cache.mkdir(parents=True)
         (cache / "left.cpython-311.pyc").write_bytes(b"left behind")
-    (sources / "monitoring" / "metrics.key").write_text("a secret")
+    (sources / "deploy" / "monitoring" / "metrics.key").write_text("a secret")
     subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(sources)],
         check=True, capture_output=True, text=True, env=clean_environment(),

@@ -41,7 +41,7 @@ class TestContents:
         with tarfile.open(built.sdist) as archive:
             names = {one.name.partition("/")[2] for one in archive.getmembers() if one.isfile()}
         assert sources() | {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"} <= names
-        assert {"monitoring/alerts.yaml", "monitoring/prometheus.yaml"} <= names
+        assert {"deploy/monitoring/alerts.yaml", "deploy/monitoring/prometheus.yaml"} <= names
         assert not [
             name for name in names if name.startswith("tests/") or name.endswith((".pyc", ".key", ".so"))
         ]
