@@ -125,16 +125,11 @@ def check_protection(settings: table.Router) -> None:
     """Raises SettingError for keys and certificates that cannot be used, and where others could reach it
     unprotected."""
     keys = protection.read_keys(settings.keys, "router")
-    protection.check_certificate(settings)
-    protection.check_authorities(settings)
+    protection.check(settings, *(("http_host",) if settings.http_port is not None else ()))
     protection.check_address(
         settings, "bind", is_protected=keys is not None, insecure=settings.insecure,
         remedy=protection.GIVE_KEYS,
     )  # fmt: skip
-    if settings.http_port is not None:
-        protection.check_address(
-            settings, "http_host", is_protected=settings.tls_cert is not None, insecure=settings.insecure
-        )
 
 
 def serve(settings: table.Router) -> int:

@@ -26,7 +26,7 @@ def check(settings: table.Feeder) -> None:
         raise SettingError(f"gateway and feeder need the same key in {feeder_key.variable}")
     if not settings.gateway.startswith(("http://", "https://")):
         raise SettingError(f"--gateway: {settings.gateway} is no URL", "gateway")
-    protection.check_trust(settings)
+    protection.check(settings)
     try:
         make_classes(settings.slo_classes, "--slo-classes")
     except ValueError as error:

@@ -25,12 +25,7 @@ def check(settings: table.Gateway) -> None:
     """Reads everything once, keys and certificates too, and looks whether it can be reached unprotected."""
     _read("router", "--router: ", lambda: Routers(settings.router))
     protection.read_keys(settings.keys, "gateway")
-    protection.check_certificate(settings)
-    protection.check_authorities(settings)
-    for field in ("host", *(("admin_host",) if settings.admin_port is not None else ())):
-        protection.check_address(
-            settings, field, is_protected=settings.tls_cert is not None, insecure=settings.insecure
-        )
+    protection.check(settings, "host", *(("admin_host",) if settings.admin_port is not None else ()))
     networks(settings)
     check_store(settings.limit_store)
     otlp.check(settings.otlp_traces_endpoint)

@@ -36,7 +36,7 @@ def check(settings: AgentSettings) -> None:
     if not settings.replica.startswith(("http://", "https://")):
         raise SettingError(f"--replica: {settings.replica!r:.100} is no URL", "replica")
     protection.read_keys(settings.keys, "gateway")
-    protection.check_authorities(settings)
+    protection.check(settings)
 
 
 def serve(settings: AgentSettings) -> int:

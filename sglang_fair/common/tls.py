@@ -135,11 +135,6 @@ def server(certificate: str | None, key: str | None) -> Server | None:
     return None if certificate is None else Server(certificate, key)
 
 
-def check_certificate(certificate: str | None, key: str | None) -> None:
-    """Raises ValueError, in one line, if a server cannot use them. None: it has none."""
-    server(certificate, key)
-
-
 def _believing(certificate: str) -> ssl.SSLContext:
     context = ssl.create_default_context(cadata=certificate)
     context.check_hostname = False

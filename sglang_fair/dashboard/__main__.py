@@ -40,12 +40,7 @@ def check(settings: Dashboard) -> None:
         raise SettingError(
             f"--host {settings.host}: without {admin_key.variable} the page is for this machine alone", "host"
         )
-    protection.check_certificate(settings)
-    protection.check_authorities(settings)
-    protection.check_trust(settings)
-    protection.check_address(
-        settings, "host", is_protected=settings.tls_cert is not None, insecure=settings.insecure
-    )
+    protection.check(settings, "host")
 
 
 def serve(settings: Dashboard) -> int:

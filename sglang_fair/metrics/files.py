@@ -55,10 +55,11 @@ HEAD = f"""\
 Gateway, router and replicas have `GET /metrics` for Prometheus. With SGLang's `--enable-metrics` a replica's page has
 SGLang's own numbers too.
 
-- [deploy/monitoring/prometheus.yaml](../deploy/monitoring/prometheus.yaml): what to scrape, to be completed with your addresses;
-- [deploy/monitoring/alerts.yaml](../deploy/monitoring/alerts.yaml): [alert rules](#alerts);
-- [deploy/monitoring/grafana-dashboard.json](../deploy/monitoring/grafana-dashboard.json): a dashboard; in Grafana: Dashboards, New,
-  Import.
+In `deploy/monitoring/`:
+
+- [prometheus.yaml](../deploy/monitoring/prometheus.yaml): what to scrape, to be completed with your addresses;
+- [alerts.yaml](../deploy/monitoring/alerts.yaml): [alert rules](#alerts);
+- [grafana-dashboard.json](../deploy/monitoring/grafana-dashboard.json): a dashboard; in Grafana: Dashboards, New, Import.
 
 The router also answers `GET /healthz`, whether its loop runs, and `GET /readyz`, whether it has a replica that takes
 requests.

@@ -20,24 +20,23 @@ def read_keys(folder: str | None, role: Role) -> Keys | None:
     return _usable("keys", lambda: Keys.read_if(folder, role))
 
 
-def check_certificate(settings: Certified) -> None:
-    """Its certificate, and the key of that."""
-    if settings.tls_key is not None and settings.tls_cert is None:
-        raise SettingError("--tls-key is of no use without --tls-cert", "tls_key")
-    _usable("tls_cert", lambda: tls.check_certificate(settings.tls_cert, settings.tls_key))
-
-
-def check_authorities(settings: Authorities) -> None:
-    """Authorities of replicas' certificates."""
-    _usable("replica_ca", lambda: tls.authorities(settings.replica_ca))
-
-
-def check_trust(settings: Trust) -> None:
-    """How it knows the gateway's certificate."""
-    if settings.gateway_ca is not None and settings.gateway_cert is not None:
-        raise SettingError("--gateway-ca and --gateway-cert: give one of them", "gateway_cert")
-    _usable("gateway_ca", lambda: tls.authorities(settings.gateway_ca))
-    _usable("gateway_cert", lambda: tls.believed(None, settings.gateway_cert))
+def check(settings: Certified | Authorities | Trust, *addresses: str) -> None:
+    """The files that the settings name, of whatever kinds they have, and that the addresses in these fields are this
+    machine's own, or served over TLS, or that it has been said that they need not be."""
+    if isinstance(settings, Certified):
+        if settings.tls_key is not None and settings.tls_cert is None:
+            raise SettingError("--tls-key is of no use without --tls-cert", "tls_key")
+        _usable("tls_cert", lambda: tls.server(settings.tls_cert, settings.tls_key))
+        for field in addresses:
+            is_protected = settings.tls_cert is not None
+            check_address(settings, field, is_protected=is_protected, insecure=settings.insecure)
+    if isinstance(settings, Authorities):
+        _usable("replica_ca", lambda: tls.authorities(settings.replica_ca))
+    if isinstance(settings, Trust):
+        if settings.gateway_ca is not None and settings.gateway_cert is not None:
+            raise SettingError("--gateway-ca and --gateway-cert: give one of them", "gateway_cert")
+        _usable("gateway_ca", lambda: tls.authorities(settings.gateway_ca))
+        _usable("gateway_cert", lambda: tls.believed(None, settings.gateway_cert))
 
 
 def check_address(
