@@ -59,7 +59,8 @@ In `deploy/monitoring/`:
 
 - [prometheus.yaml](../deploy/monitoring/prometheus.yaml): what to scrape, to be completed with your addresses;
 - [alerts.yaml](../deploy/monitoring/alerts.yaml): [alert rules](#alerts);
-- [grafana-dashboard.json](../deploy/monitoring/grafana-dashboard.json): a dashboard; in Grafana: Dashboards, New, Import.
+- [grafana-dashboard.json](../deploy/monitoring/grafana-dashboard.json): a dashboard; in Grafana: Dashboards, New,
+  Import.
 
 The router also answers `GET /healthz`, whether its loop runs, and `GET /readyz`, whether it has a replica that takes
 requests.
