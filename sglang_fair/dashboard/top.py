@@ -7,7 +7,7 @@ import termios
 import tty
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import typer
@@ -78,19 +78,27 @@ async def _follow(gateway: str, every_s: float) -> None:
 
 @contextmanager
 def _keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Calls `press` with each key, where there is a terminal to press it on."""
+    """Calls `press` with each key, where there is a terminal to press it on; with q when that is gone."""
     if not sys.stdin.isatty():
         yield
         return
     terminal, loop = sys.stdin.fileno(), asyncio.get_running_loop()
     before = termios.tcgetattr(terminal)
+
+    def read() -> None:
+        key = b""
+        with suppress(OSError):
+            key = os.read(terminal, 1)
+        press(key.decode("latin-1") or "q")
+
     tty.setcbreak(terminal)
-    loop.add_reader(terminal, lambda: press(os.read(terminal, 1).decode("latin-1")))
+    loop.add_reader(terminal, read)
     try:
         yield
     finally:
         loop.remove_reader(terminal)
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        with suppress(termios.error):
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def screen(view: View) -> RenderableType:

@@ -297,7 +297,8 @@ def test_what_cannot_be_served_is_said(
 # -- the terminal
 
 
-def test_top_shows_the_same_until_q() -> None:
+@pytest.mark.parametrize("leaves", ["q", "its terminal is gone"])
+def test_top_shows_the_same_until(leaves: str) -> None:
     """On a terminal of its own."""
 
     async def whole() -> None:
@@ -324,16 +325,19 @@ def test_top_shows_the_same_until_q() -> None:
                 stderr=its,
                 env=os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"},
             )
-            for text in ("<b>gold</b>", "-5", "all well", "the last 10 min"):
-                await until(text)
-            stand_in.front["fallback"] = True
-            await until("router down")
-            os.write(ours, b"s")
-            await until("the last 2 h")
-            os.write(ours, b"q")
-            assert await asyncio.to_thread(top.wait, 20) == 0
-            asyncio.get_running_loop().remove_reader(ours)
-            os.close(ours)
-            os.close(its)
+            try:
+                for text in ("<b>gold</b>", "-5", "all well", "the last 10 min"):
+                    await until(text)
+                stand_in.front["fallback"] = True
+                await until("router down")
+                os.write(ours, b"s")
+                await until("the last 2 h")
+                os.write(ours, b"q" if leaves == "q" else b"")
+                asyncio.get_running_loop().remove_reader(ours)
+                if leaves != "q":
+                    os.close(ours)
+                assert await asyncio.to_thread(top.wait, 20) == 0 or leaves != "q"
+            finally:
+                top.kill()
 
     asyncio.run(whole())
