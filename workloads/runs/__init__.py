@@ -1,5 +1,6 @@
-"""Runs: what a comparison is made of, where its records lie, the processes that carry runs out, and the tables.
+"""What comparisons of schedulers have in common, and those on live clusters.
 
-`case` says what decides a comparison, whichever engine it runs on, and which runs it consists of; `pool` carries out
-independent runs in processes; `present` turns the runs' measures into tables, plots and a line of JSON.
+`case` says what decides a comparison, whichever engine it runs on, and its cells; `pool` carries out independent ones
+in processes; `live` makes those of clusters (simulated ones are in `simulation.comparison`); `comparison` turns the
+runs' measures into tables, plots and a line of JSON; `options` are the commands' common ones.
 """
