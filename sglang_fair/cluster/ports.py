@@ -43,12 +43,6 @@ class Ports:
     replicas: tuple[ReplicaPorts, ...]
 
 
-def claim(port: int, reserve: Callable[[int], bool]) -> None:
-    """Reserves the port that the operator chose. Raises `PortTaken`."""
-    if not reserve(port):
-        raise PortTaken(f"port {port} is in use; choose another with --port, or --port 0 for a free one")
-
-
 def choose(gateway: int, replicas: int, reserve: Callable[[int], bool], *, loads: bool = False) -> Ports:
     """Ports from `FIRST_PORT` up, each reserved with `reserve`, which returns False for a port in use.
 
@@ -59,7 +53,7 @@ def choose(gateway: int, replicas: int, reserve: Callable[[int], bool], *, loads
     return Ports(
         gateway=gateway or _run_of(1, candidates, reserve),
         router=_run_of(1, candidates, reserve),
-        replicas=tuple(_replica(candidates, reserve, loads) for _ in range(replicas)),
+        replicas=tuple(choose_replica(reserve, loads=loads, candidates=candidates) for _ in range(replicas)),
     )
 
 
@@ -72,17 +66,16 @@ def choose_one(asked: int | None, option: str, reserve: Callable[[int], bool]) -
     return asked
 
 
-def choose_replica(reserve: Callable[[int], bool], *, loads: bool = False) -> ReplicaPorts:
+def choose_replica(
+    reserve: Callable[[int], bool], *, loads: bool = False, candidates: Iterator[int] | None = None
+) -> ReplicaPorts:
     """The ports of one more replica, as `choose` would take them. Raises `PortTaken`."""
-    return _replica(iter(range(FIRST_PORT, LAST_PORT)), reserve, loads)
-
-
-def _replica(candidates: Iterator[int], reserve: Callable[[int], bool], loads: bool) -> ReplicaPorts:
+    left = candidates or iter(range(FIRST_PORT, LAST_PORT))
     return ReplicaPorts(
-        http=_run_of(1, candidates, reserve),
-        kv=_run_of(2, candidates, reserve),
-        rendezvous=_run_of(1, candidates, reserve),
-        load=_run_of(1, candidates, reserve) if loads else None,
+        http=_run_of(1, left, reserve),
+        kv=_run_of(2, left, reserve),
+        rendezvous=_run_of(1, left, reserve),
+        load=_run_of(1, left, reserve) if loads else None,
     )
 
 

@@ -39,7 +39,7 @@ from sglang_fair.cluster.plan import (
     replicas_for,
     served_url,
 )
-from sglang_fair.cluster.ports import Ports, PortTaken, Reservations, choose, choose_one, claim
+from sglang_fair.cluster.ports import Ports, PortTaken, Reservations, choose, choose_one
 from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.scaling import scale_up
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
@@ -136,7 +136,7 @@ def _with_ports(options: Options, reservations: Reservations) -> Options:
     """With the ports of the cluster's HTTP servers, reserved. Raises `PortTaken`."""
     take = reservations.take
     if options.port:
-        claim(options.port, take)
+        choose_one(options.port, "--port, or --port 0 for a free one", take)
     if options.tenants is not None or options.admin_port is not None:
         options = replace(options, admin_port=choose_one(options.admin_port, "--admin-port", take))
     router = choose_one(options.router_http_port, "--router-http-port", take)
