@@ -2,10 +2,12 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.batches.model import StoreError
 from router.collector import collect_seldom
-from router.gateway import admin, logs, notice, pages, tenants
+from router.gateway import admin, logs, pages, tenants
 from router.gateway.address import Address
 from router.gateway.batches import routes as batches
 from router.gateway.batches.files import Bounds, Files
@@ -119,7 +121,7 @@ class App(Router):
                 if admin is not None:
                     await admin.start()
                 if gateway.settings.notice_s > 0:
-                    notice.give(gateway, gateway.settings.notice_s)
+                    give_notice(gateway, gateway.settings.notice_s)
                 yield {STATE: gateway.connection_bounds}
             finally:
                 if admin is not None:
@@ -151,6 +153,27 @@ class App(Router):
                 await refused(self.gateway, path, error)(scope, receive, send)
                 return
         await (super().__call__ if relay is None else relay)(scope, receive, send)
+
+
+def give_notice(gateway: Gateway, notice_s: float) -> None:
+    """SIGTERM in two steps: first load balancers are told, then the server stops. From the signal on /readyz says 503,
+    and everything is served as before; after `notice_s` the signal goes to its handler of before, uvicorn's, which
+    accepts nothing more and lets open requests end. A second SIGTERM goes there at once. Call it in the main thread,
+    in the running loop."""
+    before = signal.getsignal(signal.SIGTERM)
+    if not callable(before):
+        return
+    stop: Callable[[int, FrameType | None], object] = before
+    loop = asyncio.get_running_loop()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if gateway.is_ending:
+            stop(number, frame)
+            return
+        gateway.is_ending = True
+        loop.call_soon_threadsafe(loop.call_later, notice_s, stop, number, None)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def create_app(settings: table.Gateway) -> App:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from router.gateway.answer.refused import refused as refused_by_replica
 from router.gateway.answer.sse import stream_of, usage_of
-from router.gateway.answer.typed import TypedStream, error_event
-from router.gateway.answer.usage import Usage
+from router.gateway.answer.typed import TypedStream, Usage, error_event
 from router.gateway.errors import ANTHROPIC_TYPES, ApiError
 from router.gateway.request.kinds import ANTHROPIC, BY_HEADER, PATHS, WITHOUT_ENGINE, Kind
 from router.gateway.request.names import Names

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.gateway.answer.sse import Stream, usage_of
-from router.gateway.answer.usage import Usage
+from router.gateway.answer.typed import Usage
 from router.gateway.request.call import Call
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse

@@ -15,8 +15,7 @@ import msgspec
 
 from router.events import Count
 from router.gateway.answer import typed
-from router.gateway.answer.typed import TypedStream
-from router.gateway.answer.usage import Usage
+from router.gateway.answer.typed import TypedStream, Usage
 from router.gateway.request.call import Call
 from router.gateway.request.kinds import Kind
 from sglang_fair.common.token_ids import PREFIX

@@ -8,11 +8,11 @@ A name stands at the beginning of a line, where no text of an answer can stand: 
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
 from router.events import Count
-from router.gateway.answer.usage import Usage
 from router.gateway.errors import ApiError
 from router.gateway.request.kinds import Kind
 
@@ -29,6 +29,15 @@ _TELLS: Mapping[Kind, re.Pattern[bytes]] = {
 """Events with a usage in them."""
 _DELTA = re.compile(rb"(?m)^event: (?:content_block_delta|response\.[a-z_]+(?:\.[a-z_]+)?\.delta)$")
 _SEQUENCE = re.compile(rb'"sequence_number"\s*:\s*(\d{1,9})')
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an answer came to, as its replica says: tokens of one request, over all its answers. `cached_tokens` is
+    None if not reported."""
+
+    output_tokens: int = 0
+    cached_tokens: int | None = None
 
 
 class _Details(msgspec.Struct):

@@ -14,8 +14,7 @@ from router.gateway.answer.refused import refused
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import stream_of, usage_of
-from router.gateway.answer.typed import TypedStream
-from router.gateway.answer.usage import Usage
+from router.gateway.answer.typed import TypedStream, Usage
 from router.gateway.clients import header_safe
 from router.gateway.errors import describe
 from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected

@@ -11,7 +11,6 @@ from router.gateway.request.call import Call, make_call
 from router.gateway.request.cap import capped
 from router.gateway.request.kinds import PATHS, Kind
 from router.gateway.request.names import Names
-from router.gateway.request.prompts import check_prompts
 from router.gateway.request.schema import (
     MAX_MESSAGES,
     NOT_STORED,
@@ -27,9 +26,12 @@ from router.gateway.request.schema import (
     Prompt,
     ResponsesRequest,
     SamplingParams,
+    Texts,
+    TokenIdLists,
+    TokenIds,
     TokenizeRequest,
 )
-from sglang_fair.common.fields import WIDEST, Facts, Wrong, judge
+from sglang_fair.common.fields import MAX_BATCH, WIDEST, Facts, Wrong, judge
 
 LARGE_BODY_BYTES = 1 << 16
 """Parsing more than this takes milliseconds."""
@@ -96,7 +98,7 @@ def _completion(body: dict[str, Any], names: Names, group: str | None) -> Call:
     request = check(body, CompletionRequest)
     if request.prompt is None:
         raise ApiError(400, "`prompt` is missing", code="invalid_prompt", param="prompt")
-    prompts, is_batch = check_prompts(request.prompt, "prompt")
+    prompts, is_batch = _prompts_in(request.prompt, "prompt")
     return _openai("completions", body, request, names, group, prompts, is_batch, request.max_tokens)
 
 
@@ -118,9 +120,9 @@ def _openai(
 def _generate(body: dict[str, Any], names: Names, group: str | None) -> Call:
     request = check(body, GenerateRequest)
     if request.text is not None:
-        prompts, is_batch = check_prompts(request.text, "text")
+        prompts, is_batch = _prompts_in(request.text, "text")
     elif request.input_ids is not None:
-        prompts, is_batch = check_prompts(request.input_ids, "input_ids")
+        prompts, is_batch = _prompts_in(request.input_ids, "input_ids")
     else:
         raise ApiError(400, "`text` or `input_ids` must be given", code="invalid_prompt")
     given = request.sampling_params
@@ -160,7 +162,7 @@ def _embeddings(body: dict[str, Any], names: Names, group: str | None) -> Call:
     request = check(body, EmbeddingsRequest)
     if request.input is None:
         raise ApiError(400, "`input` is missing", code="invalid_input", param="input")
-    prompts, is_batch = check_prompts(request.input, "input")
+    prompts, is_batch = _prompts_in(request.input, "input")
     body = body | {"model": names.asked_for(request.model)}
     return make_call("embeddings", body, request, names, group, prompts, is_batch, [SamplingParams()])
 
@@ -188,6 +190,39 @@ def _check_number(messages: Collection[Any], name: str) -> None:
     if len(messages) > MAX_MESSAGES:
         text = f"{len(messages)} messages; at most {MAX_MESSAGES}"
         raise ApiError(400, text, code="too_many_messages", param=name)
+
+
+def _prompts_in(value: Any, name: str) -> tuple[tuple[Prompt, ...], bool]:
+    """The prompts in the field `name`, and whether they are a list of several: two kinds of arrays in one field, which
+    no type of msgspec can say. Raises `ApiError`."""
+    if isinstance(value, str):
+        return (value,), False
+    if not isinstance(value, list) or not value:
+        raise _no_prompt(f"`{name}` must be a text, a list of texts, or token ids", name)
+    first = value[0]
+    if isinstance(first, str | list) and len(value) > MAX_BATCH:
+        raise ApiError(
+            400,
+            f"`{name}` holds {len(value)} prompts; at most {MAX_BATCH}",
+            code="batch_too_large",
+            param=name,
+        )
+    try:
+        if isinstance(first, str):
+            return tuple(msgspec.convert(value, Texts)), True
+        if isinstance(first, list):
+            return tuple(msgspec.convert(value, TokenIdLists)), True
+        return (msgspec.convert(value, TokenIds),), False
+    except msgspec.ValidationError as error:
+        if isinstance(first, str):
+            raise _no_prompt(f"`{name}` mixes texts with something else", name) from error
+        if "length" in str(error):
+            raise _no_prompt(f"`{name}` must hold a non-empty list of token ids", name) from error
+        raise _no_prompt(f"`{name}` holds something that is no token id", name) from error
+
+
+def _no_prompt(message: str, name: str) -> ApiError:
+    return ApiError(400, message, code="invalid_prompt", param=name)
 
 
 READERS: Mapping[Kind, Callable[[dict[str, Any], Names, str | None], Call]] = {
