@@ -35,7 +35,7 @@ The engine is reached through one function, `match`. The engine, or what models 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from sglang_fair.core.job import Job
-from sglang_fair.core.listener import Listener
+from sglang_fair.core.listener import Listeners
 from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.payers import path_of
 from sglang_fair.core.preemption import Preemption
@@ -91,9 +91,9 @@ class Admission:
         self._rule = PromptsFirst() if steps is None else Sharing(steps, queue)
         self._look_ups = LookUps()
         self._twins = Twins(waits=queue.policy.waits_for_prefixes)
-        self.listeners: list[Listener] = [self.record, self._look_ups, self._twins, self._rule]
+        self.listeners = Listeners(self.record, self._look_ups, self._twins, self._rule)
         if self.preemption is not None:
-            self.listeners.append(self.preemption)
+            self.listeners.add(self.preemption)
         self._cached_tokens = 0
         self._corrections_left = CORRECTIONS_PER_PASS
         self._deferrals_left = DEFERRALS_PER_PASS
@@ -112,34 +112,34 @@ class Admission:
     def tick(self, now_s: float) -> None:
         """It is `now_s`; see `FairQueue.tick`."""
         self.queue.tick(now_s)
-        for listener in self.listeners:
+        for listener in self.listeners.of("tick"):
             listener.tick(now_s)
 
     def refuses(self, job: Job) -> str | None:
         """Why a new request may not wait here, for its sender; None: it may, and `arrive` follows at once."""
         reason = self.queue.refuses(job)
         if reason is not None:
-            for listener in self.listeners:
+            for listener in self.listeners.of("refused"):
                 listener.refused(job, reason)
         return reason
 
     def arrive(self, job: Job) -> None:
         """A request joined the queue. ValueError if its id is already here."""
         self.queue.arrive(job)
-        for listener in self.listeners:
+        for listener in self.listeners.of("arrive"):
             listener.arrive(job)
 
     def leave(self, job: Job) -> None:
         """A waiting request was aborted."""
         self._stuck.discard(job.client)
         self.queue.leave(job.id)
-        for listener in self.listeners:
+        for listener in self.listeners.of("leave"):
             listener.leave(job)
 
     def retract(self, job: Job) -> None:
         """The engine took a running request back: it waits, first in line."""
         self.queue.retract(job)
-        for listener in self.listeners:
+        for listener in self.listeners.of("retract"):
             listener.retract(job)
 
     def evict(self, job: Job, urgent: Job) -> None:
@@ -148,7 +148,7 @@ class Admission:
         if self.preemption is None:
             raise ValueError(f"policy {self.queue.policy.name} takes no request back")
         self.queue.evict(job)
-        for listener in self.listeners:
+        for listener in self.listeners.of("evict"):
             listener.evict(job, urgent)
 
     def urgent(self) -> Job | None:
@@ -237,7 +237,7 @@ class Admission:
         self, job: Job, *, extend_tokens: int, cached_tokens: int, path: Sequence[Hashable] = ()
     ) -> None:
         """`job` is in the batch; the arguments are those of `Account.begin`."""
-        for listener in self.listeners:
+        for listener in self.listeners.of("admit"):
             listener.admit(job)
         self._stuck.discard(job.client)
         self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
@@ -246,14 +246,14 @@ class Admission:
         """A batch was formed, or could not be. `cause` is why the engine admitted no other request (`waits`); None:
         it was offered none."""
         found = cause or (RUNNING if self._held else STEP if self._deferrals_left else PREFIX)
-        for listener in self.listeners:
+        for listener in self.listeners.of("end_pass"):
             listener.end_pass(found)
 
     # ---- prompts that are being computed
 
     def extend(self, job: Job, tokens: int, block: Hashable | None) -> None:
         """The batch computes `tokens` more of an admitted prompt, from `block` on."""
-        for listener in self.listeners:
+        for listener in self.listeners.of("cached"):
             listener.cached(job)
         if block is not None:
             job.block = block
@@ -265,9 +265,10 @@ class Admission:
         self._look_ups.changed()
         for job in jobs:
             is_whole = not job.decoding and job.reached_tokens >= job.prompt_tokens
-            for listener in self.listeners:
+            for listener in self.listeners.of("cached"):
                 listener.cached(job)
-                if is_whole:
+            if is_whole:
+                for listener in self.listeners.of("computed"):
                     listener.computed(job)
 
     def step(
@@ -279,14 +280,14 @@ class Admission:
         requests: int = 0,
     ) -> None:
         """A step is over, `computed` included; the arguments are those of `Steps.step`."""
-        for listener in self.listeners:
+        for listener in self.listeners.of("step"):
             listener.step(duration_s, extended or {}, decoded=decoded, requests=requests)
 
     def finish(self, job: Job, outcome: Outcome = "finished") -> None:
         """A running request ended, by itself or by abort."""
         self._stuck.discard(job.client)
         self.queue.finish(job.id)
-        for listener in self.listeners:
+        for listener in self.listeners.of("finish"):
             listener.finish(job, outcome)
 
     # ---- the books

@@ -140,8 +140,9 @@ class Waits:
         wait = self._waits.pop(job)
         client = self._clients[wait.client]
         wait.ended = self._stamp(client)
-        self._held.pop(job, None)
-        self._held_before.pop(job, None)
+        if self._held or self._held_before:
+            self._held.pop(job, None)
+            self._held_before.pop(job, None)
         client.waiting -= 1
         if not client.waiting:
             del self._clients[wait.client]

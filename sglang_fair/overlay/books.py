@@ -119,7 +119,7 @@ class Books:
         tree_core.follow(self._tree_cache, policy.weights)
         self.queue.reweighed.append(partial(tree_core.reweigh, self._tree_cache))
         self._requests = Requests(self.config.apps)
-        self._admission.listeners.append(self._requests)
+        self._admission.listeners.add(self._requests)
         self._taken_back: dict[str, Job] = {}
         """Ids of the jobs of running requests that were taken back and do not wait yet, and for which one each."""
 
