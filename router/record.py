@@ -100,10 +100,11 @@ class PlacementRecord:
         match: Match,
         workers: Sequence[WorkerView],
         costs: Sequence[float] | None,
+        by_name: Mapping[str, WorkerView],
         now_s: float,
     ) -> None:
         """It goes to `chosen`, one of `workers`, because of `why`. `costs`: what the placement weighed of each, less is
-        better; None: it has no such number."""
+        better; None: it has no such number. `by_name` are all workers."""
         placed = self._by_id.get(request.id)
         if placed is None:
             return
@@ -111,11 +112,17 @@ class PlacementRecord:
         placed.has_costs = costs is not None
         if costs is None:
             placed.worker = _figures(chosen, match, None)
-        else:
-            placed.worker = _figures(chosen, match, costs[workers.index(chosen)])
+            if len(workers) > 1:
+                placed.next_best = _figures(_next_best(workers, chosen, match, by_name), match, None)
+            return
+        at = workers.index(chosen)
+        placed.worker = _figures(chosen, match, costs[at])
         if len(workers) > 1:
-            at = _next_best(workers, workers.index(chosen), match, costs)
-            placed.next_best = _figures(workers[at], match, None if costs is None else costs[at])
+            others = [*costs]
+            del others[at]
+            second = others.index(min(others))
+            second += second >= at
+            placed.next_best = _figures(workers[second], match, costs[second])
 
     def told(self, request: Request, worker: WorkerView, match: Match, now_s: float) -> None:
         """It was placed elsewhere, at `worker`."""
@@ -175,27 +182,20 @@ def placement_reason(
 
 
 def _next_best(
-    workers: Sequence[WorkerView], chosen: int, match: Match, costs: Sequence[float] | None
-) -> int:
-    """The place of the first worker beside `chosen` with the least cost, or without costs with the longest match and
-    then the least load."""
-    weighed: list[float]
-    if costs is not None:
-        weighed = [*costs]
-    elif match.lengths:
-        held = match.lengths.get
-        lengths = [held(worker.name, 0) for worker in workers]
-        lengths[chosen] = -1
-        longest = max(lengths)
-        weighed = [
-            worker.load if tokens == longest else float("inf")
-            for worker, tokens in zip(workers, lengths, strict=True)
-        ]
-    else:
-        weighed = [worker.load for worker in workers]
-    del weighed[chosen]
-    at = weighed.index(min(weighed))
-    return at if at < chosen else at + 1
+    workers: Sequence[WorkerView], chosen: WorkerView, match: Match, by_name: Mapping[str, WorkerView]
+) -> WorkerView:
+    """Of the workers beside `chosen` one with the longest match, of these the one of least load. Only those that hold
+    something are looked at, if there are any."""
+    lengths = match.lengths
+    names = [name for name in lengths if name != chosen.name]
+    if names:
+        longest = max([lengths[name] for name in names])
+        holders = [by_name[name] for name in names if lengths[name] == longest]
+        others = [worker for worker in holders if worker in workers]
+    if not names or not others:
+        others = [worker for worker in workers if worker is not chosen]
+    loads = [worker.load for worker in others]
+    return others[loads.index(min(loads))]
 
 
 def _figures(worker: WorkerView, match: Match, cost: float | None) -> Figures:

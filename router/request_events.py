@@ -188,7 +188,7 @@ class RequestEvents:
         """`costs`: what the placement weighed, for each of `allowed`."""
         why = placement_reason(request, worker, match, allowed)
         worker.placed[why] += 1
-        self._record.placed(request, worker, why, match, allowed, costs, now_s)
+        self._record.placed(request, worker, why, match, allowed, costs, self._workers.by_name, now_s)
         queued, counts = self.waiting.queued, self._counts
         if queued is not None and (tier := queued.tier(request.id)):
             request = replace(request, tier=tier)

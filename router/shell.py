@@ -127,17 +127,7 @@ class Shell:
             if keys is not None and self._gate is not None:
                 keys.serve(self._peers)
                 self._gate.watch(self._peers)
-            for option, value in (
-                (zmq.LINGER, 200),
-                (zmq.SNDHWM, 100_000),
-                (zmq.RCVHWM, 100_000),
-                (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-                (zmq.ROUTER_MANDATORY, 1),
-                (zmq.ROUTER_HANDOVER, 1),
-            ):
-                self._peers.setsockopt(option, value)
-            self._peers.bind(bind)
-            self.endpoint = self._peers.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.endpoint = _bind(self._peers, bind)
         except zmq.ZMQError:
             self.close()
             raise
@@ -202,7 +192,8 @@ class Shell:
                 self._plans.ask(*question)
             if isinstance(event, WorkerUp):
                 self._follow(event)
-            if self._may_change_workers(event):
+            may_be_empty = self._workers.draining and isinstance(event, _FREES_WORKERS)
+            if may_be_empty or isinstance(event, _CHANGES_WORKERS):
                 self._compare_workers()
 
     def state(self) -> dict[str, object]:
@@ -371,11 +362,6 @@ class Shell:
             self._poller.register(replica.replay_socket, zmq.POLLIN)
         self._ask_replay(replica)
 
-    def _may_change_workers(self, event: Event) -> bool:
-        if isinstance(event, _CHANGES_WORKERS):
-            return True
-        return bool(self._workers.draining) and isinstance(event, _FREES_WORKERS)
-
     def _compare_workers(self) -> None:
         """If the core's workers or limits have changed: follows the KV events of workers that are up, and tells peers.
 
@@ -440,6 +426,21 @@ class Shell:
         self._counts[kind] += 1
         if self._counts[kind] == 1:
             log.warning("ignored (said once per kind): %s: %s", kind, what[:300])
+
+
+def _bind(peers: "zmq.Socket[bytes]", address: str) -> str:
+    """The address that it is bound to. Raises `zmq.ZMQError`."""
+    for option, value in (
+        (zmq.LINGER, 200),
+        (zmq.SNDHWM, 100_000),
+        (zmq.RCVHWM, 100_000),
+        (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+        (zmq.ROUTER_MANDATORY, 1),
+        (zmq.ROUTER_HANDOVER, 1),
+    ):
+        peers.setsockopt(option, value)
+    peers.bind(address)
+    return peers.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 @contextlib.contextmanager

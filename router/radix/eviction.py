@@ -49,9 +49,3 @@ class EvictionOrder:
                 return node
             listed.move_to_end(node)  # divided since it was used
         return None
-
-    def check(self, nodes: set[Node]) -> None:
-        """Asserts that the order fits these nodes, which are all of the tree. For tests."""
-        assert not self.guessed.keys() & self.confirmed.keys()
-        listed = self.guessed.keys() | self.confirmed.keys()
-        assert listed == {node for node in nodes if not node.refs}, "what is not in flight can be evicted"

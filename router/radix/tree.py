@@ -15,13 +15,11 @@ Nothing is ever swept as a whole except by `clear`: eviction takes leaves from t
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from router.events import TOKEN_BYTES
 from router.radix.blocks import BlockIndex, Run
 from router.radix.eviction import EvictionOrder
 from router.radix.masks import WorkerBits, bits
-from router.radix.node import NO_CHILDREN, NO_REFS, Node, Root, live, spanning, upwards
+from router.radix.node import NO_REFS, Node, live, spanning, upwards
 from router.radix.structure import Structure
 
 
@@ -330,20 +328,6 @@ class RadixTree:
 
     # -- looking in
 
-    def holdings(self, worker: str) -> set[tuple[str, tuple[int, ...]]]:
-        """(namespace, tokens) of every longest prefix that `worker` is confirmed to hold."""
-        bit = self._workers.of[worker]
-        found: set[tuple[str, tuple[int, ...]]] = set()
-        for namespace, root in self._structure.roots.items():
-            stack: list[tuple[Node, bytes]] = [(root, b"")]
-            while stack:
-                node, prefix = stack.pop()
-                below = [child for child in node.children.values() if child.confirmed & bit]
-                stack += [(child, prefix + child.key) for child in below]
-                if prefix and not below:
-                    found.add((namespace, tuple(np.frombuffer(prefix, "<u4").tolist())))
-        return found
-
     def counters(self) -> dict[str, int]:
         """Sizes and counts, for a snapshot."""
         return {
@@ -357,47 +341,6 @@ class RadixTree:
             "misfits": self.misfits,
             "evicted_tokens": self.evicted_tokens,
         }
-
-    def check(self) -> None:
-        """Asserts every invariant of the tree, by a walk over all of it. For tests."""
-        page_bytes, roots = self._structure.page_bytes, self._structure.roots
-        tokens = 0
-        nodes: set[Node] = set()
-        held_tokens = dict.fromkeys(self._workers, 0)
-        refs = dict.fromkeys(self._workers, 0)
-        stack: list[Node] = list(roots.values())
-        assert all(root.children for root in stack), "an empty namespace is kept"
-        while stack:
-            node = stack.pop()
-            for first, child in node.children.items():
-                assert child.attached
-                assert child.parent is node
-                assert child.start == node.end
-                assert first == child.key[:page_bytes]
-                assert child.end - child.start == len(child.key) // TOKEN_BYTES > 0
-                assert len(child.key) % page_bytes == 0
-                assert child.confirmed | child.held, "a node that nobody holds"
-                if not isinstance(node, Root):
-                    assert not child.confirmed & ~node.confirmed, "a confirmed prefix with a hole"
-                    assert not child.held & ~node.held, "a held prefix with a hole"
-                assert child.held == sum(child.refs)
-                assert all(count > 0 for count in child.refs.values())
-                nodes.add(child)
-                tokens += child.end - child.start
-                for bit in held_tokens:
-                    held_tokens[bit] += child.end - child.start if child.confirmed & bit else 0
-                    refs[bit] += child.refs.get(bit, 0)
-                stack.append(child)
-        assert (tokens, len(nodes)) == (self.tokens, self.nodes)
-        self._evictable.check(nodes)
-        assert held_tokens == {bit: holdings.tokens for bit, holdings in self._holdings.items()}
-        assert not NO_CHILDREN
-        assert not NO_REFS
-        lingering = {hold for holds in self._lingering.values() for hold in holds}
-        assert all(hold.leaf is not None and hold in self._holdings[hold.bit].holds for hold in lingering)
-        for bit, holdings in self._holdings.items():
-            paths = (upwards(hold.leaf) for hold in holdings.holds if hold.leaf is not None)
-            assert refs[bit] == sum(1 for path in paths for _ in path), "references without a request"
 
     # -- what a worker holds
 

@@ -16,6 +16,7 @@ from sglang_fair.bench.router import (
     table,
 )
 from sglang_fair.cli import BENCHES
+from tests.support.tree_check import check
 
 LENGTHS = (200, 1_000)
 
@@ -47,9 +48,9 @@ def test_the_tree_is_filled_to_its_size_and_decisions_keep_it_there():
     router, rate = filled("d2lpm", traffic, 60_000)
     assert 59_000 < router.tree.tokens <= 60_000
     assert rate > 0
-    router.tree.check()
+    check(router.tree)
     found = measure(router, traffic, 1_000, decisions=100, warm_up=20)
-    router.tree.check()
+    check(router.tree)
     assert router.state()["in_flight"] == 0
     assert router.tree.tokens <= 60_000
     assert router.tree.evicted_tokens > 0

@@ -19,6 +19,7 @@ from sglang_fair.models.catalog import find
 from tests.support.live import Replica
 from tests.support.ports import free_port
 from tests.support.site import Process
+from tests.support.tree_check import check, holdings
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -59,8 +60,8 @@ class Watched:
     def holds(self, worker: str, page_tokens: int) -> set[Prefix]:
         """Every prefix of whole blocks that the tree says `worker` has; the tree is in order."""
         with self._lock:
-            self._router.tree.check()
-            return prefixes(self._router.tree.holdings(worker), page_tokens)
+            check(self._router.tree)
+            return prefixes(holdings(self._router.tree, worker), page_tokens)
 
     def state(self) -> dict[str, Any]:
         with self._lock:

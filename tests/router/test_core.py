@@ -46,6 +46,7 @@ from router.placement.contract import Holding
 from router.placement.d2lpm import D2lpm
 from router.wire import pack_tokens
 from tests.support.budget import examples
+from tests.support.tree_check import check, holdings
 
 PROMPT = np.arange(64, dtype="<u4").tobytes()
 
@@ -108,14 +109,14 @@ def test_what_events_confirm_stays_until_they_say_otherwise():
     ask(made, "1")
     made.handle(Stored("a", (11, 12, 13), None, PROMPT[: 48 * 4], 16), 0.1)
     made.handle(Done("1", 5, 0), 0.2)
-    assert made.tree.holdings("a") == {("", tuple(range(48)))}
+    assert holdings(made.tree, "a") == {("", tuple(range(48)))}
     assert ask(made, "2", 0.3) == Place("2", "a", "http://a", 48)
     made.handle(Done("2", 5, 47), 0.4)
     made.handle(Removed("a", (13,)), 0.5)
     assert made.tree.match(PROMPT).tokens == 32
     assert ask(made, "3", 0.5, namespace="other model").matched_tokens == 0
     made.handle(Cleared("a"), 0.6)
-    assert made.tree.holdings("a") == set()
+    assert holdings(made.tree, "a") == set()
     assert made.state()["hits"] == {
         "input_tokens": 192,
         "predicted_tokens": 48,
@@ -168,7 +169,7 @@ def test_requests_end_with_their_worker_and_only_once():
     assert ask(made, "2", 2.0) == Place("2", "a", "http://a", 0)
     assert made.state()["in_flight"] == 1
     assert made.state()["workers"]["a"]["in_flight"] == 1
-    made.tree.check()
+    check(made.tree)
 
 
 def test_a_failed_dispatch_is_asked_again_elsewhere_and_costs_no_credit():

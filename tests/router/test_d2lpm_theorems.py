@@ -48,6 +48,7 @@ from tests.support.engine_model import (
     Trace,
     Traffic,
 )
+from tests.support.tree_check import check
 
 pytestmark = pytest.mark.slow
 
@@ -611,7 +612,7 @@ def check_router(cluster: Cluster, plan: Plan) -> None:
     for worker in state["workers"].values():
         assert worker["state"] == "up"
         assert [worker[load] for load in ("in_flight", "prefill_tokens", "decode_tokens")] == [0, 0, 0]
-    cluster.router.tree.check()
+    check(cluster.router.tree)
     if "worker_quantum" not in state["parameters"]:
         return
     for client, row in state["deficits"].items():

@@ -40,6 +40,7 @@ from router.waiting import Waiting
 from router.workers import Worker
 from sglang_fair.settings.program import parse
 from tests.support.budget import examples, is_night, seeds
+from tests.support.tree_check import check
 from tests.support.worker_view import View
 from workloads.simulation import Site
 
@@ -142,7 +143,7 @@ def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Rou
         elif kind == "up":
             up.add(event.worker)
             tell(event, float(now))
-        router.tree.check()
+        check(router.tree)
         assert router.state()["waiting"] == len(asked)
         workers = router.state()["workers"]
         assert set(workers) == up

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from router.radix import Hold, RadixTree
 from tests.support.budget import examples
+from tests.support.tree_check import check, holdings
 
 PAGE = 2
 BLOCK_PAGES = {"a": 1, "b": 2, "c": 1}
@@ -155,14 +156,14 @@ def test_tree_is_the_model(steps, probe):
     pair = Pair(max_tree_tokens=1_000_000)
     for kind, worker, namespace, prompt, pick in steps:
         pair.step(kind, worker, namespace, prompt, pick)
-        pair.tree.check()
+        check(pair.tree)
         for asked in (prompt, probe):
             match = pair.tree.match(ids(asked), namespace)
             expected = {w: pair.model.length(w, namespace, asked) for w in BLOCK_PAGES}
             assert match.lengths == {w: n for w, n in expected.items() if n}
             assert match.tokens == max(expected.values())
             assert set(match.holders) == {w for w, n in expected.items() if n and n == match.tokens}
-        assert pair.tree.holdings(worker) == pair.model.holdings(worker)
+        assert holdings(pair.tree, worker) == pair.model.holdings(worker)
 
 
 @settings(max_examples=examples(100))
@@ -171,7 +172,7 @@ def test_bounded_tree_claims_no_more_than_the_model(steps, max_tree_tokens):
     pair = Pair(max_tree_tokens)
     for kind, worker, namespace, prompt, pick in steps:
         pair.step(kind, worker, namespace, prompt, pick)
-        pair.tree.check()
+        check(pair.tree)
         in_flight = sum(len(held) for _, (_, held) in pair.model.holds)
         assert pair.tree.tokens <= max_tree_tokens + in_flight
         for who, (space, held) in pair.model.holds:
@@ -194,7 +195,7 @@ def test_nothing_is_left_when_all_is_released_and_cleared():
         pair.tree.release(hold, served=False)
     for worker in BLOCK_PAGES:
         pair.tree.clear(worker)
-    pair.tree.check()
+    check(pair.tree)
     sizes = pair.tree.counters()
     assert (sizes["tokens"], sizes["nodes"], sizes["namespaces"], sizes["blocks"]) == (0, 0, 0, 0)
 
@@ -212,8 +213,8 @@ def test_chunks_of_one_prompt_are_one_node():
     assert tree.nodes == 1
     tree.release(hold)
     assert tree.nodes == 1
-    assert tree.holdings("a") == {("", prompt)}
-    tree.check()
+    assert holdings(tree, "a") == {("", prompt)}
+    check(tree)
 
 
 def test_a_block_that_is_removed_twice_at_once_is_not_taken_for_two():
@@ -223,7 +224,7 @@ def test_a_block_that_is_removed_twice_at_once_is_not_taken_for_two():
     tree.removed("a", (1, 1))
     tree.stored("a", (3,), 2, ids((2, 2)), PAGE)
     assert tree.unknown_parents == 1
-    assert not tree.holdings("a")
+    assert not holdings(tree, "a")
 
 
 def test_events_that_do_not_fit_are_counted():
@@ -233,7 +234,7 @@ def test_events_that_do_not_fit_are_counted():
     tree.stored("a", (1, 2), None, ids(tuple(range(16))), 16)
     tree.stored("a", (), None, b"", 16)
     assert tree.misfits == 2
-    tree.check()
+    check(tree)
     assert tree.counters()["namespaces"] == 0
 
 
@@ -262,7 +263,7 @@ def test_unconfirmed_leaves_go_first_then_the_oldest():
     tree.stored("a", (4, 5), None, ids((4, 4, 4, 4)), PAGE)
     assert tree.match(ids((3, 3))).tokens == 0
     assert tree.match(ids((1, 1, 1, 1))).tokens == 4
-    tree.check()
+    check(tree)
 
 
 def test_maps_stay_small_under_churn():
@@ -278,7 +279,7 @@ def test_maps_stay_small_under_churn():
     assert live == 6000
     assert live <= tree.counters()["blocks"] <= 1.25 * live
     assert len(tree._blocks.runs) <= 1.25 * live / 4
-    tree.check()
+    check(tree)
 
 
 def test_a_hash_that_comes_to_mean_something_else_is_believed():
@@ -287,10 +288,10 @@ def test_a_hash_that_comes_to_mean_something_else_is_believed():
     tree.stored("a", (1, 2), None, ids((1, 1, 2, 2)), PAGE)
     tree.stored("a", (2,), None, ids((7, 7)), PAGE)
     tree.removed("a", (2,))
-    assert tree.holdings("a") == {("", (1, 1, 2, 2))}
+    assert holdings(tree, "a") == {("", (1, 1, 2, 2))}
     tree.removed("a", (1,))
-    assert tree.holdings("a") == set()
-    tree.check()
+    assert holdings(tree, "a") == set()
+    check(tree)
 
 
 def test_a_worker_whose_blocks_are_no_whole_pages_keeps_what_it_served():
@@ -308,7 +309,7 @@ def test_a_worker_whose_blocks_are_no_whole_pages_keeps_what_it_served():
     assert tree.match(prompt).tokens == 48
     tree.clear("a")
     assert tree.match(prompt).tokens == 0
-    tree.check()
+    check(tree)
 
 
 def test_a_parent_that_was_used_longer_ago_than_its_children_stays():
@@ -320,7 +321,7 @@ def test_a_parent_that_was_used_longer_ago_than_its_children_stays():
     tree.removed("a", (5,))
     assert next(iter(tree._evictable.confirmed)).key == ids((1, 1))
     tree.stored("a", (6, 7, 8, 9), None, ids((6, 6, 7, 7, 8, 8, 9, 9)), PAGE)
-    tree.check()
+    check(tree)
     assert tree.match(ids((1, 1))).tokens == 2
     assert tree.evicted_tokens == 2
 
@@ -340,7 +341,7 @@ def test_what_a_replica_holds_is_evicted_last_and_never_while_there_is_room(step
         if kind in ("hold", "release") and any(tree.worker_tokens(name) < held[name] for name in held):
             assert not tree._evictable.guessed
         if not tree.evicted_tokens:
-            assert tree.holdings(worker) == pair.model.holdings(worker)
+            assert holdings(tree, worker) == pair.model.holdings(worker)
 
 
 def test_a_lingering_prefix_is_settled_by_its_own_worker_alone():
@@ -360,7 +361,7 @@ def test_a_lingering_prefix_is_settled_by_its_own_worker_alone():
     assert tree.match(prompt).lengths == {"a": 2, "b": 4}
     tree.release(holds["b"])
     assert tree.match(prompt).lengths == {"a": 2}
-    tree.check()
+    check(tree)
     assert not tree._lingering
 
 
@@ -386,8 +387,8 @@ def test_a_long_prompt_in_flight_adds_no_more_than_it_may():
     other = tree.hold("a", further, "", match)
     assert (tree.match(further).tokens, tree.tokens) == (12, 20)
     assert tree.is_confirmed(other)
-    tree.check()
+    check(tree)
     tree.release(hold)
     tree.release(other)
     assert tree.match(ids(shared)).tokens == 12
-    tree.check()
+    check(tree)

@@ -13,6 +13,7 @@ import pytest
 from router.placement import PLACEMENTS
 from sglang_fair.core import POLICIES
 from sglang_fair.sim.cost_model import Fitted, to_json
+from tests.support.tree_check import holdings
 from workloads.arrivals import GammaArrivals
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.measures import summarize
@@ -272,7 +273,7 @@ def test_the_router_knows_what_the_replicas_cache():
     simulation = done(TIGHT, traffic())
     tree = simulation.routers[0].tree
     for place, replica in enumerate(simulation.replicas):
-        known = {tokens for _, tokens in tree.holdings(f"r{place}")}
+        known = {tokens for _, tokens in holdings(tree, f"r{place}")}
         assert known == cached(replica)
         assert known
     told = simulation.routers[0].state()["hits"]["measured_cached_tokens"]
@@ -306,9 +307,9 @@ def test_a_router_that_cannot_use_it_is_spared_what_is_cached_and_decides_the_sa
     monkeypatch.setattr(Site, "tells_caches", True)
     told = done(site, traffic())
     names = [f"r{number}" for number in range(site.replicas)]
-    holdings = [[run.routers[0].tree.holdings(name) for name in names] for run in (spared, told)]
-    assert not any(holdings[0])
-    assert any(holdings[1])
+    found = [[holdings(run.routers[0].tree, name) for name in names] for run in (spared, told)]
+    assert not any(found[0])
+    assert any(found[1])
     assert run_of(spared).requests == run_of(told).requests
 
 
