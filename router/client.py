@@ -38,7 +38,7 @@ from router.events import (
     decode_answer,
     encode,
 )
-from router.silence import OwnTime
+from router.silence import ActiveClock
 from router.sockets import has_come
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Keys, Refusals
@@ -152,7 +152,7 @@ class RouterClient:
         self._told: list[bytes] = []
         """What is about to leave."""
         self._telling: asyncio.TimerHandle | None = None
-        self._time = OwnTime(2 * HEARTBEAT_S)
+        self._time = ActiveClock(2 * HEARTBEAT_S)
         self._echo_s = float("-inf")
         """By `_time`."""
         self._beating: asyncio.Task[None] | None = None

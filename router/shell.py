@@ -49,7 +49,7 @@ from router.events import (
 )
 from router.plans import Plans
 from router.replicas import LoadFeed, Replica
-from router.silence import OwnTime
+from router.silence import ActiveClock
 from router.sockets import has_come
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Gate, Keys
@@ -109,7 +109,7 @@ class Shell:
         self._loads: dict[str, LoadFeed] = {}
         self._workers = Workers("", (), router=self._name)
         """As the peers were last told."""
-        self._time = OwnTime(2 * TURN_MS / 1e3)
+        self._time = ActiveClock(2 * TURN_MS / 1e3)
         self._heard_s: dict[bytes, float] = {}
         """When each peer that sends heartbeats was last heard, by `_time`."""
         self._counts: Counter[str] = Counter()

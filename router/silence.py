@@ -1,16 +1,16 @@
 """How long others have been silent, counted in the time in which this process itself ran.
 
-A process that stood still, for want of a processor or because its machine was paused, has heard nobody meanwhile, and
-whom it listens to may have stood still with it. So their silence says nothing of that time.
+A process that stood still, for want of a processor or because its machine was paused, has received nothing meanwhile,
+and its peers may have stood still with it. So their silence means nothing during that time.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class OwnTime:
-    """A clock that stands still while its process does. While that runs, two looks are at most `most_s` apart; a longer
-    time between them does not count."""
+class ActiveClock:
+    """A monotonic clock that excludes time in which this process was suspended. While it runs, two looks are at most
+    `most_s` apart; a longer time between them does not count."""
 
     most_s: float
     _now_s: float = 0.0

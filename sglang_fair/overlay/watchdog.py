@@ -21,7 +21,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from router.silence import OwnTime
+from router.silence import ActiveClock
 from sglang_fair.overlay.heartbeat import Heartbeats, Reading
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Watch:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._own = OwnTime(OWN_GAP_S)
+        self._own = ActiveClock(OWN_GAP_S)
         self._moved: dict[tuple[int, str], tuple[float, float]] = {}
         """What each rank wrote last, and since when in own time."""
 

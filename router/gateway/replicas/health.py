@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from router.events import WorkerUp
-from router.silence import OwnTime
+from router.silence import ActiveClock
 
 log = logging.getLogger("gateway")
 
@@ -82,7 +82,7 @@ class Watch:
         self._refusals: dict[str, int] = {}
         self._hangs: dict[str, int] = {}
         self._leaving: set[str] = set()
-        self._time = OwnTime(INTERVAL_S + timeout_s / 2)
+        self._time = ActiveClock(INTERVAL_S + timeout_s / 2)
         self.silent: frozenset[str] = frozenset()
 
     def is_well(self, worker: str) -> bool:
