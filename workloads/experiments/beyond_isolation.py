@@ -152,21 +152,6 @@ class Isolation(Simulated):
                 get; stock gives them to the flood and lets the light client wait. The least is beside the trickle,
                 as above.""",
         )
-        flood = _floods(at)
-        counts = sorted({count for _, count in flood})
-        count = STALL_FLOOD if STALL_FLOOD in counts else counts[-1]
-        free, bounded = flood[BASE, count], flood["stall-100", count]
-        yield claim(
-            "The bound on a prefill step costs little throughput and shortens the wait for a first token",
-            ours=f"""beside {count} requests, {SEVERAL} light clients: TTFT P99 {free["ttft"]:.1f} times solo
-                without, {bounded["ttft"]:.1f} with {STALLS_MS[1]:.0f} ms, at {bounded["tokens"]:.3f} of the
-                throughput""",
-            holds=graded(
-                bounded["ttft"] <= 0.7 * free["ttft"] and bounded["tokens"] >= 0.97,
-                bounded["ttft"] <= free["ttft"],
-            ),
-            why="Prompts of the light clients wait for one step only if the policy puts them first.",
-        )
         yield Table(
             """Medians over seeds, with one light client or one victim beside the flood; throughput over stock's
                 without and with the light client""",
@@ -180,24 +165,44 @@ class Isolation(Simulated):
                 if (row := table.get((stack, attack, 2))) is not None
             ],
         )  # fmt: skip
-        bounds = [bound for bound in LABELS if (bound, counts[0]) in flood]
-        panels = [
-            Panel(
-                y=title,
-                x="requests of one client",
-                lines={LABELS[b]: (counts, [flood[b, count][what] for count in counts]) for b in bounds},
-                swept=True,
-                log="xy" if what == "ttft" else "x",
-            )
-            for title, what in (
-                ("TTFT P99 of light clients over solo", "ttft"),
-                ("slowdown over n", "slowdown"),
-                ("tokens/s over prompts first", "tokens"),
-            )
-        ]
-        caption = f"""What the bound on a prefill step does, by the size of the flood: {SEVERAL} light clients beside
-            one client's requests."""
-        yield Figure("trade", caption, drawing(panels))
+        yield from _bounds(at)
+
+
+def _bounds(at: Mapping[str, Result]) -> Iterator[Part]:
+    """What the bound on a prefill step does."""
+    flood = _floods(at)
+    counts = sorted({count for _, count in flood})
+    count = STALL_FLOOD if STALL_FLOOD in counts else counts[-1]
+    free, bounded = flood[BASE, count], flood["stall-100", count]
+    yield claim(
+        "The bound on a prefill step costs little throughput and shortens the wait for a first token",
+        ours=f"""beside {count} requests, {SEVERAL} light clients: TTFT P99 {free["ttft"]:.1f} times solo
+            without, {bounded["ttft"]:.1f} with {STALLS_MS[1]:.0f} ms, at {bounded["tokens"]:.3f} of the
+            throughput""",
+        holds=graded(
+            bounded["ttft"] <= 0.7 * free["ttft"] and bounded["tokens"] >= 0.97,
+            bounded["ttft"] <= free["ttft"],
+        ),
+        why="Prompts of the light clients wait for one step only if the policy puts them first.",
+    )
+    bounds = [bound for bound in LABELS if (bound, counts[0]) in flood]
+    panels = [
+        Panel(
+            y=title,
+            x="requests of one client",
+            lines={LABELS[b]: (counts, [flood[b, count][what] for count in counts]) for b in bounds},
+            swept=True,
+            log="xy" if what == "ttft" else "x",
+        )
+        for title, what in (
+            ("TTFT P99 of light clients over solo", "ttft"),
+            ("slowdown over n", "slowdown"),
+            ("tokens/s over prompts first", "tokens"),
+        )
+    ]
+    caption = f"""What the bound on a prefill step does, by the size of the flood: {SEVERAL} light clients beside
+        one client's requests."""
+    yield Figure("trade", caption, drawing(panels))
 
 
 def _floods(at: Mapping[str, Result]) -> dict[tuple[str, int], dict[str, float]]:

@@ -260,34 +260,7 @@ class Sweep(Deadlines):
             why="""With one model EDF by request is close to the best order there is, and groups are an approximation
                 of it.""",
         )
-        labels = [SYSTEMS[name][0] for name in SWEPT]
-        chats, speeds = SWEPT[:-1], SWEPT[:-1]
-        interactive = "classes/interactive/attained"
-        yield Table(
-            "In time",
-            " | ".join(["requests/s", *labels, *(f"{label}, interactive" for label in labels[:-1])]),
-            [[float(r), *columns(at, SWEPT, r), *columns(at, chats, r, interactive)] for r in rates],
-        )
-        yield Table(
-            "Requests a second, and those in time",
-            " | ".join(["requests/s", *labels, *(f"{label}, in time" for label in labels[:-1])]),
-            [
-                [
-                    float(r),
-                    *columns(at, SWEPT, r, "throughput_per_s"),
-                    *columns(at, speeds, r, "goodput_per_s"),
-                ]
-                for r in rates
-            ],
-        )
-        xs = [float(rate) for rate in rates]
-        lines = {
-            SYSTEMS[name][0]: (xs, [100 * at[f"{name}.{rate}"]["attained"] for rate in rates])
-            for name in SWEPT
-        }
-        panel = Panel(y="in time, %", x="requests/s", lines=lines, swept=True)
-        caption = "Part of the requests whose first token is in time, by requests a second."
-        yield Figure("attained", caption, drawing([panel]))
+        yield from _by_rate(at)
         yield {
             "throughput_over_fcfs": speed,
             "goodput_over_fcfs": goodput,
@@ -296,6 +269,37 @@ class Sweep(Deadlines):
             "points_over_shepherd": over_shepherd,
             "points_over_edf": over_edf,
         }
+
+
+def _by_rate(at: Mapping[str, Result]) -> Iterator[Part]:
+    rates = swept(at)
+    labels = [SYSTEMS[name][0] for name in SWEPT]
+    chats, speeds = SWEPT[:-1], SWEPT[:-1]
+    interactive = "classes/interactive/attained"
+    yield Table(
+        "In time",
+        " | ".join(["requests/s", *labels, *(f"{label}, interactive" for label in labels[:-1])]),
+        [[float(r), *columns(at, SWEPT, r), *columns(at, chats, r, interactive)] for r in rates],
+    )
+    yield Table(
+        "Requests a second, and those in time",
+        " | ".join(["requests/s", *labels, *(f"{label}, in time" for label in labels[:-1])]),
+        [
+            [
+                float(r),
+                *columns(at, SWEPT, r, "throughput_per_s"),
+                *columns(at, speeds, r, "goodput_per_s"),
+            ]
+            for r in rates
+        ],
+    )
+    xs = [float(rate) for rate in rates]
+    lines = {
+        SYSTEMS[name][0]: (xs, [100 * at[f"{name}.{rate}"]["attained"] for rate in rates]) for name in SWEPT
+    }
+    panel = Panel(y="in time, %", x="requests/s", lines=lines, swept=True)
+    caption = "Part of the requests whose first token is in time, by requests a second."
+    yield Figure("attained", caption, drawing([panel]))
 
 
 # ---- Figure 11
