@@ -443,6 +443,12 @@ def test_dlpm_keeps_its_bound_whatever_is_predicted(case, quantum, predictor, we
     assert all(units <= quantum for units in policy.counters().values()), "a refund lifts none above it"
 
 
+def test_the_bound_has_what_a_predictor_may_charge_ahead():
+    """Up to all that one client's running requests may still make, once more."""
+    assert DlpmPredict(quantum=50).bound(10, 20) == 2 * (10 + 20 + 20 + 50)
+    assert Dlpm(quantum=50).bound(10, 20) == 2 * (10 + 20 + 50)
+
+
 class Forfeits(Dlpm):
     """What a refund would lift above the quantum is lost."""
 
