@@ -36,7 +36,6 @@ class One:
         self.put_off: dict[int, tuple[float, Send, int]] = {}
         self.endings: list[Ending] = []
         self.released: set[int] = set()
-        self.tries: dict[int, int] = {}
         self.closing: list[str] = []
         self.is_sure = True
 
@@ -59,14 +58,14 @@ class One:
         wanted, most_bytes = self.core.wanted(self.world.now_s) if leases else ({}, 0)
         self.store.renew(self.owner, self.world.now_s + LEASE_S)
         found = self.store.turn(
-            self.owner, int(self.world.now_s), self.endings, tries=self.tries, released=self.released,
+            self.owner, int(self.world.now_s), self.endings, released=self.released,
             keep=None if self.is_sure else self.core.keys, wanted=wanted, most_bytes=most_bytes,
         )  # fmt: skip
         self.is_sure = is_heard
         if not is_heard:
             return
         self.core.unwritten -= len(self.endings)
-        self.endings, self.tries = [], {}
+        self.endings = []
         sends, lost = self.core.leased(wanted, found)
         self.released = {*lost}
         for send in sends:
@@ -81,7 +80,7 @@ class One:
         match self.core.answered(send, answer, tries, self.world.now_s):
             case Wait(after_s, more):
                 if more is not None:
-                    self.tries[key] = more
+                    self.store.turn(self.owner, int(self.world.now_s), tries={key: more})
                 self.put_off[key] = self.world.now_s + after_s, send, tries if more is None else more
             case Write(ending):
                 self.endings.append(ending)
