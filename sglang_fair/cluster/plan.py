@@ -379,8 +379,8 @@ def replicas_for(
         Replica(
             name=f"r{index}",
             settings={
+                "name": f"r{index}",  # the first word: a forked replica's title has it
                 **known,
-                "name": f"r{index}",
                 "model": model.wanted or options.model,
                 "served_name": model.served_name if options.models else None,
                 "normal": known["normal"] and f"{known['normal']}.r{index}",
