@@ -33,8 +33,10 @@ class Overtakes(Generic[Item]):
     """Items `arrive` once each, and are admitted or leave."""
 
     def __init__(self) -> None:
-        self._slots: dict[Item, tuple[int, int]] = {}
-        """Of those that wait, in order of arrival: the slot, and what overtook it before it had this one."""
+        self._slots: dict[Item, int] = {}
+        """Of those that wait, in order of arrival."""
+        self._before: dict[Item, int] = {}
+        """What overtook an item before it had this slot, if anything did."""
         self._next = 0
         self._sums = [0] * (LEAST_SLOTS + 1)
         self._total = 0
@@ -45,23 +47,24 @@ class Overtakes(Generic[Item]):
         """`item` waits; it came after all others."""
         if self._next == len(self._sums) - 1:
             self._renumber()
-        self._slots[item] = self._next, 0
+        self._slots[item] = self._next
         self._next += 1
 
     def leave(self, item: Item) -> None:
         """`item` waits no more and was not admitted."""
         self._slots.pop(item, None)
+        self._before.pop(item, None)
 
     def admit(self, item: Item) -> Overtaken:
         """`item` is in the batch that is being formed. Returns what overtook it."""
         found = self.of(item)
-        slot, _ = self._slots.pop(item)
-        self._admitted.append(slot)
+        self._admitted.append(self._slots.pop(item))
+        self._before.pop(item, None)
         return found
 
     def of(self, item: Item) -> Overtaken:
         """What has overtaken `item`, which waits, so far."""
-        found = self._behind(*self._slots[item])
+        found = self._before.get(item, 0) + self._behind(self._slots[item])
         return Overtaken(found & (BATCH - 1), found >> REQUEST_BITS)
 
     def end_batch(self) -> None:
@@ -79,23 +82,24 @@ class Overtakes(Generic[Item]):
             sums[at] += amount
             at += at & -at
 
-    def _behind(self, slot: int, found: int) -> int:
-        """`found` and the sum of the slots behind `slot`."""
+    def _behind(self, slot: int) -> int:
+        """The sum of the slots behind `slot`."""
         if not self._total:
-            return found
-        found, at = found + self._total, slot + 1
+            return 0
+        found, at = self._total, slot + 1
         while at:
             found -= self._sums[at]
             at &= at - 1
         return found
 
     def _renumber(self) -> None:
-        used = [slot for slot, _ in self._slots.values()]
+        used = list(self._slots.values())
         # What this batch has admitted goes before the first request that came after it.
         self._admitted = [bisect_left(used, slot) for slot in self._admitted]
-        self._slots = {
-            item: (number, self._behind(*slot)) for number, (item, slot) in enumerate(self._slots.items())
-        }
+        for item, slot in self._slots.items():
+            if behind := self._behind(slot):
+                self._before[item] = self._before.get(item, 0) + behind
+        self._slots = {item: number for number, item in enumerate(self._slots)}
         self._next = len(used)
         self._sums, self._total = [0] * (max(LEAST_SLOTS, 2 * (len(used) + 1)) + 1), 0
 

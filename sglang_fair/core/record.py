@@ -99,7 +99,7 @@ class Record(Listener):
         self._most = most
         self._here: dict[Job, Entry] = {}
         self._ended: deque[Entry] = deque()
-        self._by_id: dict[str, dict[Entry, None]] = {}
+        self._by_id: dict[str, list[Entry]] = {}
         """The latest last."""
         self._running = 0
 
@@ -175,7 +175,7 @@ class Record(Listener):
     def find(self, request_id: str, client: str | None = None) -> list[dict[str, Any]]:
         """The requests that have or had this id, the latest first, `MOST_FOUND` at most; of `client` only, if one is
         given. JSON-ready, times in seconds."""
-        entries = reversed(self._by_id.get(request_id[:MOST_ID], {}))
+        entries = reversed(self._by_id.get(request_id[:MOST_ID], ()))
         found = (entry for entry in entries if client in (None, entry.client))
         return [self._shown(entry) for entry in islice(found, MOST_FOUND)]
 
@@ -196,7 +196,7 @@ class Record(Listener):
             len(self.waits),
             self._running,
         )
-        self._by_id.setdefault(entry.id, {})[entry] = None
+        self._by_id.setdefault(entry.id, []).append(entry)
         return entry
 
     def _end(self, entry: Entry, outcome: str, reason: str = "") -> None:
@@ -207,7 +207,7 @@ class Record(Listener):
         if len(self._ended) > self._most:
             oldest = self._ended.popleft()
             same = self._by_id[oldest.id]
-            del same[oldest]
+            same.remove(oldest)
             if not same:
                 del self._by_id[oldest.id]
 
