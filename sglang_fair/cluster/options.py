@@ -183,6 +183,7 @@ def check(options: Options) -> None:
         )
     _check_extra(options.extra)
     known = {name: value for name, value in shared(options, Gateway).items() if value is not None}
+    known["keys"] = None  # which are made later, if there are none
     own = {"router": ("tcp://127.0.0.1:1",), "model_name": "default", "tokenizer": "."}
     check_gateway(Gateway(**known | own))
 

@@ -89,7 +89,8 @@ def render(status: Mapping[str, Any]) -> RenderableType:
         *sections("batches", batches if (batches := front.get("batches", {})).get("clients") else {}),
         *sections("classes", classes if len(classes) > 1 else {}),
         *sections(
-            "emulated", {name: one["emulated"] for name, one in replicas.items() if one and "emulated" in one}
+            "emulated",
+            {name: _own(one["emulated"]) for name, one in replicas.items() if one and "emulated" in one},
         ),
     ]
     if locked:

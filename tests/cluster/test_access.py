@@ -8,7 +8,7 @@ import pytest
 from router.gateway.__main__ import check as check_gateway
 from router.gateway.__main__ import is_loopback, warn
 from sglang_fair.cluster import __main__ as cluster_command
-from sglang_fair.cluster.options import Options
+from sglang_fair.cluster.options import Options, check
 from sglang_fair.cluster.plan import build
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.engines.replica import server_arguments
@@ -92,3 +92,7 @@ def test_the_replica_s_key_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch
     assert argv[argv.index("--api-key") + 1] == "the key"
     monkeypatch.delenv(replica_key.variable)
     assert "--api-key" not in server_arguments(Replica(), model)
+
+
+def test_keys_that_a_cluster_is_to_make_are_not_missed(tmp_path: Path) -> None:
+    check(Options(keys=str(tmp_path / "none yet")))

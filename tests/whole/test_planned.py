@@ -122,7 +122,7 @@ def test_no_request_waits_for_a_plan_and_replicas_that_are_missing_come() -> Non
 
             shown = [sys.executable, "-m", "sglang_fair.cli", "status", cluster.url]
             told = await asyncio.to_thread(subprocess.check_output, shown, text=True)
-            assert re.search(r"\d+ plans asked", told), told
+            assert re.search(r"plans: asked \d+", told), told
             await until(
                 cluster, lambda: cluster.status()["queues"]["shortage"] or scaled(cluster), "a shortage"
             )
