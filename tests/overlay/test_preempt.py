@@ -156,7 +156,7 @@ async def _mixed(replica: Replica, seed: int) -> list[tuple[str, list[int], int,
         for number in range(40):
             client = rng.choice("abc")
             tokens, output = prompt(rng, rng.choice([10, 60, 200])), rng.choice([5, 60, 300])
-            says = BEYOND if client == "a" else {"x-fair-slack-ms": rng.choice(["1", "800", "3000"])}
+            says = BEYOND if client == "a" else {"x-fair-slack-ms": rng.choice(["1", "800", "3000", "9000"])}
             stream = Stream()
             asked.append((client, tokens, output, stream))
             rid = f"{seed:06}-{number:026}"
