@@ -148,15 +148,24 @@ def test_a_chat_s_first_token_comes_before_any_answer_of_a_flood_has_ended(slo: 
 
 
 async def _mixed(replica: Replica, seed: int) -> list[tuple[str, list[int], int, Stream]]:
-    """Floods beyond their share, urgent and overdue chats, some of which are given up."""
+    """A flood and a chat as above, then floods beyond their share, urgent and overdue chats; some are given up."""
     rng = random.Random(seed)
     async with aiohttp.ClientSession() as session:
         watch = Watch(replica, session)
-        asked, tasks = [], []
+        slow(replica, STEP_S)
+        asked = [("a", tokens, OUTPUT, Stream()) for tokens in prompts(seed, FLOOD)]
+        tasks = [
+            asyncio.create_task(watch.ask(client, tokens, output, BEYOND, stream))
+            for client, tokens, output, stream in asked
+        ]
+        while not all(len(stream.ids) > 3 for *_, stream in asked):
+            await asyncio.sleep(0.01)
+        await watch.ask("b", prompt(rng, 150), 5, CHAT)
+        slow(replica, 0.01)
         for number in range(40):
             client = rng.choice("abc")
             tokens, output = prompt(rng, rng.choice([10, 60, 200])), rng.choice([5, 60, 300])
-            says = BEYOND if client == "a" else {"x-fair-slack-ms": rng.choice(["1", "800", "3000", "9000"])}
+            says = BEYOND if client == "a" else {"x-fair-slack-ms": rng.choice(["1", "800", "3000"])}
             stream = Stream()
             asked.append((client, tokens, output, stream))
             rid = f"{seed:06}-{number:026}"
@@ -174,7 +183,6 @@ async def _mixed(replica: Replica, seed: int) -> list[tuple[str, list[int], int,
 def test_books_balance_and_streams_are_whole_with_aborts_in_between(slo: Replica) -> None:
     slo.flush()
     before = idle(slo)
-    slow(slo, 0.01)
     asked = asyncio.run(_mixed(slo, 3))
     slow(slo, None)
     after = idle(slo)
