@@ -184,6 +184,16 @@ def test_bounded_tree_claims_no_more_than_the_model(steps, max_tree_tokens):
     assert pair.tree.tokens <= max(max_tree_tokens, sum(len(held) for _, (_, held) in pair.model.holds))
 
 
+def test_what_was_served_fills_the_tree_to_its_limit_and_no_further():
+    tree = RadixTree(PAGE, max_tree_tokens=4 * PAGE)
+    tree.add_worker("a", has_events=False)
+    sizes = []
+    for number in range(8):
+        tree.release(tree.hold("a", ids((number,) * PAGE)))
+        sizes.append(tree.tokens // PAGE)
+    assert sizes == [1, 2, 3, 4, 4, 4, 4, 4]
+
+
 def test_nothing_is_left_when_all_is_released_and_cleared():
     rng = random.Random(1)
     pair = Pair(max_tree_tokens=1_000_000)
