@@ -10,7 +10,8 @@ No other client is in it by name, and no text: others are numbers. An id may be 
 finds all requests that had it, the latest first, and can be limited to one client.
 
 Bounded: those that are here, and the last `most` of those that are not, ids cut at `MOST_ID`. Cost: O(log waiting) for
-a request, O(what changed) for a pass. What a wait was made of is added up when it is looked up.
+a request, O(what changed) for a pass, O(requests of its id) when one is forgotten. What a wait was made of is added up
+when it is looked up.
 """
 
 from collections import deque
