@@ -89,7 +89,7 @@ def test_rates_that_nobody_has_are_not_equal():
 
 
 def test_a_report_has_its_parts_by_kind_whatever_their_order():
-    parts = ["a\n   note", Table("t", "a |\n  b", [["x", 1.0]]), claim("c", paper="p", ours="o", holds=True)]
+    parts = ["a\n   note", Table("t", "a |\n  b", [["x", 1.0]]), claim(True, "c | p | o")]
     report = Report([*parts, {"r": 2, "none": float("inf")}])
     assert (report.claims, report.notes) == ([Claim("c", "p", "o", "yes")], ["a note"])
     assert report.tables[0].columns == ["a", "b"]
@@ -102,8 +102,8 @@ def test_a_report_has_its_parts_by_kind_whatever_their_order():
 def test_bands_decide_the_verdict(value, verdict):
     assert at_least(value, 3, 2) == verdict
     assert at_most(-value, -3, -2) == verdict
-    found = claim("c", ours="o", holds=graded(value >= 3, value >= 2))
-    assert found.holds == verdict
+    found = claim(graded(value >= 3, value >= 2), "c | | o | w")
+    assert found == Claim("c", "our own question", "o", verdict, "w")
 
 
 # ---- traffic
@@ -365,7 +365,7 @@ class Unexplained(Odd):
     """It claims what does not hold, and no words say why."""
 
     def report(self, at):
-        yield claim("All is well", paper="yes", ours="no", holds=False)
+        yield claim(False, "All is well | yes | no")
 
 
 @pytest.mark.parametrize(

@@ -130,27 +130,26 @@ class Shared(Deadlines):
         hits = ratio(at, "prefixes", "plain", "hit_rate")
         cut, refused, cut_rpm = at["chats"]["cut"], at["chats"]["refused"], at["chats.rpm"]["cut"]
         yield claim(
-            "Deadlines cannot be bought by flooding",
-            ours=f"{ours:.1%} of the light client's requests are in time; under `qlm` {paper:.1%}",
-            holds=at_least(ours, 0.99, 0.9),
-            why="""Prompts are computed in steps of up to a second, and a request that comes during one may wait for
-                the next one, too.""",
+            at_least(ours, 0.99, 0.9),
+            f"""Deadlines cannot be bought by flooding | | {ours:.1%} of the light client's requests are in
+                time; under `qlm` {paper:.1%} | Prompts are computed in steps of up to a second, and a request
+                that comes during one may wait for the next one, too.""",
         )
         yield claim(
-            "Whatever deadlines they claim, two clients are served alike",
-            ours=f"the difference is {gap:.2f} of what is promised",
-            holds=gap <= 1,
+            gap <= 1,
+            f"""Whatever deadlines they claim, two clients are served alike | | the difference is {gap:.2f} of
+                what is promised""",
         )
         yield claim(
-            "Who chooses by the cache among those that are due together finds more in it",
-            ours=f"{hits:.2f}× the cached tokens of `qlm`",
-            holds=graded(hits >= 1.1, hits > 1),
-            why="With as many prefixes as this, most of them are found again in order of arrival too.",
+            graded(hits >= 1.1, hits > 1),
+            f"""Who chooses by the cache among those that are due together finds more in it | | {hits:.2f}×
+                the cached tokens of `qlm` | With as many prefixes as this, most of them are found again in
+                order of arrival too.""",
         )
         yield claim(
-            "No interaction that has begun is cut",
-            ours=f"{cut:.0f} calls, while {refused:,.0f} first calls are refused; a fixed limit cuts {cut_rpm:,.0f}",
-            holds=cut == 0,
+            cut == 0,
+            f"""No interaction that has begun is cut | | {cut:.0f} calls, while {refused:,.0f} first calls are
+                refused; a fixed limit cuts {cut_rpm:,.0f}""",
         )
         paths = (light, f"clients/{LIGHT}/p99_s", "throughput_per_s", "evictions")
         yield Table(

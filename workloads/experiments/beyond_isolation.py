@@ -113,44 +113,39 @@ class Isolation(Simulated):
         ttft = worst("ttft_p99_over_solo", max, 2)
         alone, together = (worst("throughput_over_stock", min, clients) for clients in (1, 2))
         yield claim(
-            "Running victims keep their share of the time beside a trickle of prompts",
-            ours=f"DLPM {share['dlpm']:.2f}, VTC {share['vtc']:.2f} of GPS; stock {share['stock']:.2f}",
-            holds=min(share["dlpm"], share["vtc"]) >= SHARE,
-            why="The engine's loop forms prompts first.",
+            min(share["dlpm"], share["vtc"]) >= SHARE,
+            f"""Running victims keep their share of the time beside a trickle of prompts | | DLPM
+                {share["dlpm"]:.2f}, VTC {share["vtc"]:.2f} of GPS; stock {share["stock"]:.2f} | The engine's
+                loop forms prompts first.""",
         )
         most = max(slowdown["dlpm"], slowdown["vtc"])
         yield claim(
-            """Beside every kind of flood, a light client's programs take little longer than its share of the engine
-                makes them""",
-            ours=f"""at most {slowdown["dlpm"]:.2f} (DLPM) and {slowdown["vtc"]:.2f} (VTC) times n times solo; stock
-                {slowdown["stock"]:.1f}""",
-            holds=at_most(most, SLOWDOWN, slowdown["stock"] / 2),
-            why="""A decode step serves all that run, and takes longer the more there are. A flood's requests that
-                run already are left alone, so beside hundreds of them the first programs of a light client are over
-                before the batch is smaller.""",
+            at_most(most, SLOWDOWN, slowdown["stock"] / 2),
+            f"""Beside every kind of flood, a light client's programs take little longer than its share of the
+                engine makes them | | at most {slowdown["dlpm"]:.2f} (DLPM) and {slowdown["vtc"]:.2f} (VTC)
+                times n times solo; stock {slowdown["stock"]:.1f} | A decode step serves all that run, and
+                takes longer the more there are. A flood's requests that run already are left alone, so beside
+                hundreds of them the first programs of a light client are over before the batch is smaller.""",
         )
         most = max(ttft["dlpm"], ttft["vtc"])
         yield claim(
-            "and its first tokens come soon",
-            ours=f"""TTFT P99 at most {ttft["dlpm"]:.1f} (DLPM) and {ttft["vtc"]:.1f} (VTC) times solo; stock
-                {ttft["stock"]:.0f}""",
-            holds=at_most(most, TTFT, ttft["stock"] / 4),
-            why="A step under way is not ended, and a long prompt that was cut goes on in every second step at least.",
+            at_most(most, TTFT, ttft["stock"] / 4),
+            f"""and its first tokens come soon | | TTFT P99 at most {ttft["dlpm"]:.1f} (DLPM) and
+                {ttft["vtc"]:.1f} (VTC) times solo; stock {ttft["stock"]:.0f} | A step under way is not ended,
+                and a long prompt that was cut goes on in every second step at least.""",
         )
         yield claim(
-            "The cluster does as much as stock without a light client",
-            ours=f"tokens/s at least {alone['dlpm']:.2f} (DLPM) and {alone['vtc']:.2f} (VTC) times stock's",
-            holds=at_least(min(alone["dlpm"], alone["vtc"]), ALONE, 0.9),
-            why="""The trickle's few requests are spread over replicas less evenly than by cache_aware, and chunks
-                are bounded.""",
+            at_least(min(alone["dlpm"], alone["vtc"]), ALONE, 0.9),
+            f"""The cluster does as much as stock without a light client | | tokens/s at least
+                {alone["dlpm"]:.2f} (DLPM) and {alone["vtc"]:.2f} (VTC) times stock's | The trickle's few
+                requests are spread over replicas less evenly than by cache_aware, and chunks are bounded.""",
         )
         yield claim(
-            "and nearly as much with one",
-            ours=f"at least {together['dlpm']:.2f} (DLPM) and {together['vtc']:.2f} (VTC) times stock's",
-            holds=at_least(min(together["dlpm"], together["vtc"]), TOGETHER, 0.85),
-            why="""A light client's decode steps with few requests beside it are time that the flood's prompts do not
-                get; stock gives them to the flood and lets the light client wait. The least is beside the trickle,
-                as above.""",
+            at_least(min(together["dlpm"], together["vtc"]), TOGETHER, 0.85),
+            f"""and nearly as much with one | | at least {together["dlpm"]:.2f} (DLPM) and
+                {together["vtc"]:.2f} (VTC) times stock's | A light client's decode steps with few requests
+                beside it are time that the flood's prompts do not get; stock gives them to the flood and lets
+                the light client wait. The least is beside the trickle, as above.""",
         )
         yield Table(
             """Medians over seeds, with one light client or one victim beside the flood; throughput over stock's
@@ -175,15 +170,14 @@ def _bounds(at: Mapping[str, Result]) -> Iterator[Part]:
     count = STALL_FLOOD if STALL_FLOOD in counts else counts[-1]
     free, bounded = flood[BASE, count], flood["stall-100", count]
     yield claim(
-        "The bound on a prefill step costs little throughput and shortens the wait for a first token",
-        ours=f"""beside {count} requests, {SEVERAL} light clients: TTFT P99 {free["ttft"]:.1f} times solo
-            without, {bounded["ttft"]:.1f} with {STALLS_MS[1]:.0f} ms, at {bounded["tokens"]:.3f} of the
-            throughput""",
-        holds=graded(
+        graded(
             bounded["ttft"] <= 0.7 * free["ttft"] and bounded["tokens"] >= 0.97,
             bounded["ttft"] <= free["ttft"],
         ),
-        why="Prompts of the light clients wait for one step only if the policy puts them first.",
+        f"""The bound on a prefill step costs little throughput and shortens the wait for a first token | |
+            beside {count} requests, {SEVERAL} light clients: TTFT P99 {free["ttft"]:.1f} times solo without,
+            {bounded["ttft"]:.1f} with {STALLS_MS[1]:.0f} ms, at {bounded["tokens"]:.3f} of the throughput |
+            Prompts of the light clients wait for one step only if the policy puts them first.""",
     )
     bounds = [bound for bound in LABELS if (bound, counts[0]) in flood]
     panels = [
@@ -269,17 +263,16 @@ class Target(Isolation):
         free_s, held_s = (program_s[f"{name}.{most}"] for name in (OFF, f"{AT_MS:g}"))
         least = min(part for key, part in kept.items() if key.startswith(f"{AT_MS:g}."))
         yield claim(
-            "A target makes light clients' programs shorter beside a large flood",
-            ours=f"beside {most} requests {free_s:.2f} s without a target, {held_s:.2f} s with {AT_MS:.0f} ms",
-            holds=graded(held_s / free_s <= 0.6, held_s < free_s),
-            why="A decode step with fewer requests is shorter; what runs already is left alone.",
+            graded(held_s / free_s <= 0.6, held_s < free_s),
+            f"""A target makes light clients' programs shorter beside a large flood | | beside {most} requests
+                {free_s:.2f} s without a target, {held_s:.2f} s with {AT_MS:.0f} ms | A decode step with fewer
+                requests is shorter; what runs already is left alone.""",
         )
         yield claim(
-            "and costs little throughput",
-            ours=f"""with {AT_MS:.0f} ms at least {least:.3f} of the tokens/s without, with any of the targets
-                {min(kept.values()):.3f}""",
-            holds=at_least(least, 0.95, 0.9),
-            why="The flood is held back only while others run, and only at their replica.",
+            at_least(least, 0.95, 0.9),
+            f"""and costs little throughput | | with {AT_MS:.0f} ms at least {least:.3f} of the tokens/s
+                without, with any of the targets {min(kept.values()):.3f} | The flood is held back only while
+                others run, and only at their replica.""",
         )
         yield Table(
             "Medians over seeds",

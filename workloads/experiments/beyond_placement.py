@@ -127,10 +127,9 @@ class Contest(Simulated):
             if None not in (run["difference"], run["bound"]) and run["difference"] > run["bound"]
         ]
         yield claim(
-            "Clients' services differ by less than the bound",
-            paper="D2LPM's theorem, with the quantum that may be borrowed",
-            ours=f"outside it in {len(outside)} runs",
-            holds=not outside,
+            not outside,
+            f"""Clients' services differ by less than the bound | D2LPM's theorem, with the quantum that may
+                be borrowed | outside it in {len(outside)} runs""",
         )
         late = "latency of the well-behaved clients, s (> where the run ended before)"
         for what, field in (
@@ -357,13 +356,13 @@ def _throughput(grid: Grid) -> Iterator[Claim]:
             min(part for point, part in parts.items() if what in point) for what in ("judge-s1", PRODUCTION)
         )
         yield claim(
-            "Its throughput is that of the best of all schedulers, fair or not",
-            ours=f"""at least {min(usual):.3f}× the best (asked: {ENOUGH_ELSE}); judgements of S1 {judges:.3f}×
+            graded(not short, 4 * len(short) <= len(parts)),
+            f"""Its throughput is that of the best of all schedulers, fair or not | | at least
+                {min(usual):.3f}× the best (asked: {ENOUGH_ELSE}); judgements of S1 {judges:.3f}×
                 ({ENOUGH["judge-s1"]}), the production mix {mixes:.3f}× ({ENOUGH[PRODUCTION]}); short of it at
-                {len(short)} of {len(parts)} points""",
-            holds=graded(not short, 4 * len(short) <= len(parts)),
-            why="""What a fair scheduler cannot have: where the bad client's requests share more, each unit of work
-                for it counts as more service, and LPM serves more of it. The rest is within a few percent.""",
+                {len(short)} of {len(parts)} points | What a fair scheduler cannot have: where the bad
+                client's requests share more, each unit of work for it counts as more service, and LPM serves
+                more of it. The rest is within a few percent.""",
         )
     for name in ("d2lpm", "preble", "cache-aware", "lmetric"):
         gains = {
@@ -372,10 +371,9 @@ def _throughput(grid: Grid) -> Iterator[Claim]:
         }
         where, mean = min(gains, key=lambda point: gains[point]), fmean(gains.values())
         yield claim(
-            f"Its throughput beside {CONTENDERS[name].label}'s",
-            ours=f"mean {mean:.3f}×, at least {gains[where]:.2f}× ({in_words(where)})",
-            holds=at_least(mean, 1, 0.98),
-            why="As said of the best of all.",
+            at_least(mean, 1, 0.98),
+            f"""Its throughput beside {CONTENDERS[name].label}'s | | mean {mean:.3f}×, at least
+                {gains[where]:.2f}× ({in_words(where)}) | As said of the best of all.""",
         )
 
 
@@ -383,12 +381,11 @@ def _latency(grid: Grid) -> Iterator[Claim]:
     late = [one for point in grid.points for percent in (50, 99) if (one := grid.beaten(point, percent))]
     of = 2 * len(grid.points)
     yield claim(
-        "Well-behaved clients wait least of all, at the median and at P99",
-        ours=f"""another's latency is lower by more than {AHEAD:.0%}, and by more than seeds differ, at {len(late)}
-            of {of} points: {"; ".join(late) or "nowhere"}""",
-        holds=graded(not late, 8 * len(late) <= of),
-        why="""Where nothing is overloaded everybody's latency is about the same, and a scheduler that is not fair
-            serves small requests as well.""",
+        graded(not late, 8 * len(late) <= of),
+        f"""Well-behaved clients wait least of all, at the median and at P99 | | another's latency is lower by
+            more than {AHEAD:.0%}, and by more than seeds differ, at {len(late)} of {of} points:
+            {"; ".join(late) or "nowhere"} | Where nothing is overloaded everybody's latency is about the
+            same, and a scheduler that is not fair serves small requests as well.""",
     )
     figure_7 = [point for point in grid.points if point.rpartition("-d")[0] in FIGURE_7]
     for name, asked in (("preble", 2.3), ("rr", 4.06), ("vtc", 3.5)):
@@ -399,13 +396,12 @@ def _latency(grid: Grid) -> Iterator[Claim]:
         ]
         mean, below = fmean(ratios), sum(one < 1 for one in ratios)
         yield claim(
-            f"Well-behaved clients' latency under {CONTENDERS[name].label} over ours, in Figure 7's settings",
-            paper=f"asked: a mean of {asked}×",
-            ours=f"""mean {mean:.2f}×, from {min(ratios):.2f}× to {max(ratios):.1f}×, below one at {below} of
-                {len(ratios)}; latencies that were cut off count as the time at which they were""",
-            holds=at_least(mean, asked, 0.6 * asked),
-            why="""Ratios under overload grow with its length, and here it lasts half as long as in Figure 7, or a
-                quarter.""",
+            at_least(mean, asked, 0.6 * asked),
+            f"""Well-behaved clients' latency under {CONTENDERS[name].label} over ours, in Figure 7's settings
+                | asked: a mean of {asked}× | mean {mean:.2f}×, from {min(ratios):.2f}× to {max(ratios):.1f}×,
+                below one at {below} of {len(ratios)}; latencies that were cut off count as the time at which
+                they were | Ratios under overload grow with its length, and here it lasts half as long as in
+                Figure 7, or a quarter.""",
         )
 
 

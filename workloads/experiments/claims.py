@@ -31,12 +31,12 @@ class Claim:
     """What is different here. The page shows it where the claim does not hold."""
 
 
-def claim(
-    text: str, *, ours: str, holds: bool | Verdict, paper: str = "our own question", why: str = ""
-) -> Claim:
-    """A claim with its verdict: a truth, or one of `graded`, `at_least` and `at_most`."""
+def claim(holds: bool | Verdict, row: str) -> Claim:
+    """A claim with its verdict: a truth, or one of `graded`, `at_least` and `at_most`. `row` has, between bars, what is
+    claimed, what the paper has (nothing: it is our own question), what we have, and why that is different."""
+    text, paper, ours, why = [part.strip() for part in f"{plain(row)} | ".split("|")][:4]
     verdict = holds if isinstance(holds, str) else graded(holds, False)
-    return Claim(plain(text), plain(paper), plain(ours), verdict, plain(why))
+    return Claim(text, paper or "our own question", ours, verdict, why)
 
 
 def graded(holds: bool, partly: bool) -> Verdict:

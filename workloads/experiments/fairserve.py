@@ -208,35 +208,30 @@ class Abuse(Crowded):
         throttled = rpm["all/throttled"] / fs["all/throttled"] if fs["all/throttled"] else None
         cut, wasted = fs["all/cut"], fs["all/wasted/throttled"]
         yield claim(
-            "RPM throttles many times as many interactions as FS(W+I)",
-            paper="21.15×",
-            ours=f"""{rpm["all/throttled"]:,.0f} against {fs["all/throttled"]:,.0f}, with overload in {SURGE:.0%} of
-                the time""",
-            holds="yes" if throttled is None else graded(throttled >= 10, throttled > 2),
-            why="""The ratio is about how much of the time there is overload, and how much of what is refused comes
-                from abusers, who are refused by both then; the paper says neither. The table has it over the part of
-                overload.""",
+            "yes" if throttled is None else graded(throttled >= 10, throttled > 2),
+            f"""RPM throttles many times as many interactions as FS(W+I) | 21.15× |
+                {rpm["all/throttled"]:,.0f} against {fs["all/throttled"]:,.0f}, with overload in {SURGE:.0%}
+                of the time | The ratio is about how much of the time there is overload, and how much of what
+                is refused comes from abusers, who are refused by both then; the paper says neither. The table
+                has it over the part of overload.""",
         )
         yield claim(
-            "FS(W+I) cuts no interaction and throttling wastes no token",
-            paper="none",
-            ours=f"{cut:.0f} cut, {wasted:,.0f} tokens",
-            holds=cut == 0 and wasted == 0,
+            cut == 0 and wasted == 0,
+            f"""FS(W+I) cuts no interaction and throttling wastes no token | none | {cut:.0f} cut,
+                {wasted:,.0f} tokens""",
         )
         rpm_wasted = rpm["all/wasted/throttled"]
         yield claim(
-            "RPM wastes tokens of interactions that it cuts",
-            paper="15,660 tokens on average",
-            ours=f"{rpm_wasted:,.0f} tokens of {rpm['all/cut']:,.0f} interactions",
-            holds=rpm_wasted > 0,
+            rpm_wasted > 0,
+            f"""RPM wastes tokens of interactions that it cuts | 15,660 tokens on average | {rpm_wasted:,.0f}
+                tokens of {rpm["all/cut"]:,.0f} interactions""",
         )
         refused, rpm_refused = fs["good/refused_part"], rpm["good/refused_part"]
         yield claim(
-            "FS(W+I) refuses hardly any call of users",
-            paper="only users above the normal range",
-            ours=f"{refused:.2%} of users' calls; RPM {rpm_refused:.2%}",
-            holds=graded(refused <= 0.01, refused < rpm_refused),
-            why="A few users need more than the limit in the minute of the surge.",
+            graded(refused <= 0.01, refused < rpm_refused),
+            f"""FS(W+I) refuses hardly any call of users | only users above the normal range | {refused:.2%}
+                of users' calls; RPM {rpm_refused:.2%} | A few users need more than the limit in the minute of
+                the surge.""",
         )
         yield Table(
             "Interactions that were throttled, by the part of the time with overload; medians over seeds",
@@ -275,26 +270,21 @@ class Delay(Crowded):
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         fs, vtc, rpm = (at[name]["good/delayed/5"] for name in ("fs", "vtc", "rpm"))
         yield claim(
-            "Under FS(W+I) hardly any user is delayed",
-            paper="0.93%",
-            ours=f"{fs:.2%}",
-            holds=graded(fs <= 0.03, fs <= vtc and fs <= rpm),
-            why="While users alone ask for more than the GPU does, somebody waits under every scheduler.",
+            graded(fs <= 0.03, fs <= vtc and fs <= rpm),
+            f"""Under FS(W+I) hardly any user is delayed | 0.93% | {fs:.2%} | While users alone ask for more
+                than the GPU does, somebody waits under every scheduler.""",
         )
         yield claim(
-            "VTC delays several times as many",
-            paper="10.67×",
-            ours=f"{vtc:.2%} of users",
-            holds=graded(vtc >= 5 * fs and vtc > 0, vtc > fs),
-            why="""Both serve the user that was served least. What the abusers send waits in their own queue under
-                VTC, and does not delay the others much.""",
+            graded(vtc >= 5 * fs and vtc > 0, vtc > fs),
+            f"""VTC delays several times as many | 10.67× | {vtc:.2%} of users | Both serve the user that was
+                served least. What the abusers send waits in their own queue under VTC, and does not delay the
+                others much.""",
         )
         yield claim(
-            "RPM, which is first come, first served below its limit, delays most of them",
-            paper="93×",
-            ours=f"{rpm:.2%} of users",
-            holds=graded(rpm >= 20 * fs and rpm > 0, rpm > fs),
-            why="Below the limits of the abusers' calls that are let in there is less load than under the others.",
+            graded(rpm >= 20 * fs and rpm > 0, rpm > fs),
+            f"""RPM, which is first come, first served below its limit, delays most of them | 93× | {rpm:.2%}
+                of users | Below the limits of the abusers' calls that are let in there is less load than
+                under the others.""",
         )
         yield Table(
             "Users whose requests waited longer, on average; medians over seeds",
@@ -345,37 +335,27 @@ class Table3(Crowded):
             ("The same holds of output tokens, beside VTC", "1.02×", over(outputs, "vtc"), 1, 0.9, "As for prompts."),
             ("and beside RPM", "1.47×", over(outputs, "rpm"), 1.3, 1, "As for prompts."),
         ):  # fmt: skip
-            yield claim(
-                text, paper=paper, ours=f"{ratio:.3f}×", holds=at_least(ratio, enough, nearly), why=why
-            )
+            yield claim(at_least(ratio, enough, nearly), f"{text} | {paper} | {ratio:.3f}× | {why}")
         yield claim(
-            "RPM has the shorter time to first token",
-            paper="0.945×",
-            ours=f"{ttft:.3f}×",
-            holds=ttft < 1,
-            why="""RPM is first come, first served: who comes behind a surge waits for all of it. The paper's text
-                says that FairServe's time is the lower one, its table that RPM's is.""",
+            ttft < 1,
+            f"""RPM has the shorter time to first token | 0.945× | {ttft:.3f}× | RPM is first come, first
+                served: who comes behind a surge waits for all of it. The paper's text says that FairServe's
+                time is the lower one, its table that RPM's is.""",
         )
         yield claim(
-            "Under FS(W+I) nearly every user is served",
-            paper="1.0",
-            ours=f"{users:.3f}",
-            holds=graded(users >= 0.99, users > rpm_users),
-            why=f"Interactions that take longer than {TIMEOUT_S:.0f} s are given up.",
+            graded(users >= 0.99, users > rpm_users),
+            f"""Under FS(W+I) nearly every user is served | 1.0 | {users:.3f} | Interactions that take longer
+                than {TIMEOUT_S:.0f} s are given up.""",
         )
         yield claim(
-            "and under RPM not",
-            paper="0.876",
-            ours=f"{rpm_users:.3f}",
-            holds=graded(rpm_users <= 0.95, rpm_users < users),
-            why="A user is served who gets one final answer, and most of them have one short interaction.",
+            graded(rpm_users <= 0.95, rpm_users < users),
+            f"""and under RPM not | 0.876 | {rpm_users:.3f} | A user is served who gets one final answer, and
+                most of them have one short interaction.""",
         )
         yield claim(
-            "No application fares worse than under RPM",
-            paper="1.03 to 1.75×",
-            ours=f"{min(apps):.2f} to {max(apps):.2f}×",
-            holds=at_least(min(apps), 1, 0.9),
-            why="An application of which RPM refuses little loses what others gain.",
+            at_least(min(apps), 1, 0.9),
+            f"""No application fares worse than under RPM | 1.03 to 1.75× | {min(apps):.2f} to
+                {max(apps):.2f}× | An application of which RPM refuses little loses what others gain.""",
         )
         paths = ("good/ttft_s", "good/served_part", "good/provided_part", "bad/refused_part")
         yield Table(
@@ -455,26 +435,22 @@ class Table4(Simulated):
         wasted, less = (at[name]["wasted"] for name in ("vtc", "fs"))
         times = vtc / rpm if rpm else None
         yield claim(
-            "VTC gives the light application many times what first come, first served does",
-            paper="24×",
-            ours=f"{vtc:,.0f} against {rpm:,.0f} tokens/s",
-            holds="yes" if times is None else graded(times >= 10, times > 1),
-            why="It depends on who comes first, which the paper does not say.",
+            "yes" if times is None else graded(times >= 10, times > 1),
+            f"""VTC gives the light application many times what first come, first served does | 24× |
+                {vtc:,.0f} against {rpm:,.0f} tokens/s | It depends on who comes first, which the paper does
+                not say.""",
         )
         yield claim(
-            "FS(W+I) gives it no less than VTC",
-            paper="1.03×",
-            ours=f"{fs / vtc:.2f}×",
-            holds=at_least(fs / vtc, 1, 0.8),
-            why="""VTC gives each user the same tokens, and FS(W) the same number of average calls, so the
-                application with the short calls gets fewer tokens than under VTC once it has enough to send.""",
+            at_least(fs / vtc, 1, 0.8),
+            f"""FS(W+I) gives it no less than VTC | 1.03× | {fs / vtc:.2f}× | VTC gives each user the same
+                tokens, and FS(W) the same number of average calls, so the application with the short calls
+                gets fewer tokens than under VTC once it has enough to send.""",
         )
         yield claim(
-            "VTC wastes many times the tokens on interactions that are given up",
-            paper="7.0×",
-            ours=f"{wasted:,.0f} against {less:,.0f} tokens",
-            holds=graded(wasted >= 3 * less and wasted > 0, wasted > less),
-            why="Within the lead interactions that have begun go first; beyond it they wait as under VTC.",
+            graded(wasted >= 3 * less and wasted > 0, wasted > less),
+            f"""VTC wastes many times the tokens on interactions that are given up | 7.0× | {wasted:,.0f}
+                against {less:,.0f} tokens | Within the lead interactions that have begun go first; beyond it
+                they wait as under VTC.""",
         )
         paths = [f"apps/{app}/{what}" for what in ("answered", "prompt_per_s") for app in REQUESTS]
         yield Table(

@@ -99,13 +99,12 @@ class Blocking(Deadlines):
             at[f"{name}.long"]["wait_mean_s"] for name in ("eviction", "none", "fcfs")
         )
         yield claim(
-            "Eviction makes the wait of interactive requests many times shorter",
-            paper="100 to 1000 times",
-            ours=f"""{without_s / with_s:,.0f} times on average ({with_s:.2f} s in place of {without_s:.1f} s);
-                {fcfs_s / with_s:,.0f} times against order of arrival""",
-            holds=graded(without_s / with_s >= 50, without_s / with_s > 2),
-            why="""Interactive requests wait for requests of their own class too, which no eviction takes back, and
-                without eviction they are still first when memory is free.""",
+            graded(without_s / with_s >= 50, without_s / with_s > 2),
+            f"""Eviction makes the wait of interactive requests many times shorter | 100 to 1000 times |
+                {without_s / with_s:,.0f} times on average ({with_s:.2f} s in place of {without_s:.1f} s);
+                {fcfs_s / with_s:,.0f} times against order of arrival | Interactive requests wait for requests
+                of their own class too, which no eviction takes back, and without eviction they are still
+                first when memory is free.""",
         )
         paths = (
             "wait_mean_s",
@@ -155,10 +154,10 @@ class Drain(Deadlines):
             for name in ("edf", "affine")
         )
         yield claim(
-            "EDF by request takes many times as long as groups until the queue is empty",
-            paper="models are loaded again and again",
-            ours=f"{edf:.1f} times at least; {affine:.1f} times, if it prefers workers that have the model",
-            holds=edf >= 2,
+            edf >= 2,
+            f"""EDF by request takes many times as long as groups until the queue is empty | models are loaded
+                again and again | {edf:.1f} times at least; {affine:.1f} times, if it prefers workers that
+                have the model""",
         )
         yield Table(
             "Until the queue is empty, by the number of A100s",
@@ -217,48 +216,37 @@ class Sweep(Deadlines):
         over_shepherd = max(over("shepherd", rate) for rate in met or rates[:1])
         over_edf = min(over("edf", rate) for rate in rates)
         yield claim(
-            "QLM's throughput is at least that of FCFS",
-            paper="1.2×",
-            ours=f"{speed:.2f}× at {busiest} requests/s",
-            holds=at_least(speed, 1.0, 0.95),
-            why="""Both do the same work and neither idles, so order cannot make it faster; what eviction computes or
+            at_least(speed, 1.0, 0.95),
+            f"""QLM's throughput is at least that of FCFS | 1.2× | {speed:.2f}× at {busiest} requests/s | Both
+                do the same work and neither idles, so order cannot make it faster; what eviction computes or
                 copies again costs a little.""",
         )
         yield claim(
-            "Its goodput is higher",
-            paper="1.2×",
-            ours=f"{goodput:.2f}× at {busiest} requests/s",
-            holds=graded(goodput >= 1.2, goodput > 1.0),
-            why="A third of the requests has an hour, and is in time in any order.",
+            graded(goodput >= 1.2, goodput > 1.0),
+            f"""Its goodput is higher | 1.2× | {goodput:.2f}× at {busiest} requests/s | A third of the
+                requests has an hour, and is in time in any order.""",
         )
         yield claim(
-            "Its throughput is higher than SHEPHERD's",
-            paper="1.5×",
-            ours=f"{beside_shepherd:.2f}× at {busiest} requests/s",
-            holds=beside_shepherd >= 1.3,
+            beside_shepherd >= 1.3,
+            f"""Its throughput is higher than SHEPHERD's | 1.5× | {beside_shepherd:.2f}× at {busiest}
+                requests/s""",
         )
         yield claim(
-            "Where QLM is in time, FCFS is not",
-            paper="40 to 90 points",
-            ours=f"{over_fcfs:.0f} points at {widest} requests/s",
-            holds=at_least(over_fcfs, 40, 10),
-            why="""A third of the requests has an hour, and a queue that is as long as a trace makes it does not take
-                that long: FCFS can miss at most the other two thirds.""",
+            at_least(over_fcfs, 40, 10),
+            f"""Where QLM is in time, FCFS is not | 40 to 90 points | {over_fcfs:.0f} points at {widest}
+                requests/s | A third of the requests has an hour, and a queue that is as long as a trace makes
+                it does not take that long: FCFS can miss at most the other two thirds.""",
         )
         yield claim(
-            "Nor is SHEPHERD",
-            paper="50 to 90 points",
-            ours=f"{over_shepherd:.0f} points at most",
-            holds=at_least(over_shepherd, 50, 20),
-            why="A third of the requests has an hour, and SHEPHERD is in time for them too.",
+            at_least(over_shepherd, 50, 20),
+            f"""Nor is SHEPHERD | 50 to 90 points | {over_shepherd:.0f} points at most | A third of the
+                requests has an hour, and SHEPHERD is in time for them too.""",
         )
         yield claim(
-            "EDF by request is never more in time",
-            paper="QLM is ahead by eviction",
-            ours=f"{over_edf:+.1f} points at least",
-            holds=at_least(over_edf, 0, -2),
-            why="""With one model EDF by request is close to the best order there is, and groups are an approximation
-                of it.""",
+            at_least(over_edf, 0, -2),
+            f"""EDF by request is never more in time | QLM is ahead by eviction | {over_edf:+.1f} points at
+                least | With one model EDF by request is close to the best order there is, and groups are an
+                approximation of it.""",
         )
         yield from _by_rate(at)
         yield {
@@ -341,27 +329,21 @@ class Ablation(Deadlines):
         )
         swap = points(at, "all", "swap")
         yield claim(
-            "Without eviction interactive requests are late",
-            paper="80 points",
-            ours=f"{eviction:.0f} points of the interactive requests",
-            holds=at_least(eviction, 30, 5),
-            why="""Continuous batching ends some request every moment, and interactive ones are first when memory is
-                free.""",
+            at_least(eviction, 30, 5),
+            f"""Without eviction interactive requests are late | 80 points | {eviction:.0f} points of the
+                interactive requests | Continuous batching ends some request every moment, and interactive
+                ones are first when memory is free.""",
         )
         yield claim(
-            "Without swapping nothing is lost, as there is one model",
-            paper="0 points",
-            ours=f"{swap:.1f} points",
-            holds=swap <= 2,
+            swap <= 2,
+            f"Without swapping nothing is lost, as there is one model | 0 points | {swap:.1f} points",
         )
         yield claim(
-            "Requests that are sent at once, or to a replica at random, lose too",
-            paper="pulling matters",
-            ours=f"""{pulling:.0f} points without pulling, {random:.0f} if assigned at random, of the interactive
-                requests""",
-            holds=graded(pulling >= 0 and random >= 0, pulling + random >= -2),
-            why="""Replicas with the same policy take requests back themselves, so who is sent too early or elsewhere
-                is not lost.""",
+            graded(pulling >= 0 and random >= 0, pulling + random >= -2),
+            f"""Requests that are sent at once, or to a replica at random, lose too | pulling matters |
+                {pulling:.0f} points without pulling, {random:.0f} if assigned at random, of the interactive
+                requests | Replicas with the same policy take requests back themselves, so who is sent too
+                early or elsewhere is not lost.""",
         )
         paths = ("attained", chats, "classes/interactive/p99_s", "throughput_per_s", "evictions")
         yield Table(
@@ -429,29 +411,23 @@ class Models(Deadlines):
         affine = min(ratio(at, f"qlm.{name}", f"affine.{name}", "throughput_per_s") for name in few)
         met, met_few = (min(at[f"qlm.{name}"]["attained"] for name in names) for names in (many or few, few))
         yield claim(
-            "QLM's throughput is several times EDF's",
-            paper="3 to 4×",
-            ours=f"{edf:.1f}× at least; {affine:.1f}× on few replicas, if EDF prefers workers that have the model",
-            holds=graded(edf >= 3, edf > 1),
-            why="At low rates both serve what comes.",
+            graded(edf >= 3, edf > 1),
+            f"""QLM's throughput is several times EDF's | 3 to 4× | {edf:.1f}× at least; {affine:.1f}× on few
+                replicas, if EDF prefers workers that have the model | At low rates both serve what comes.""",
         )
         yield claim(
-            "Most requests are in time at all rates",
-            paper="more than 90% below five hundred a second",
-            ours=f"{met:.1%} at least; on few replicas {met_few:.1%}",
-            holds=graded(met > 0.9, met > 0.75),
-            why="Beyond what the replicas can serve no order is in time for all.",
+            graded(met > 0.9, met > 0.75),
+            f"""Most requests are in time at all rates | more than 90% below five hundred a second | {met:.1%}
+                at least; on few replicas {met_few:.1%} | Beyond what the replicas can serve no order is in
+                time for all.""",
         )
         base = f"qlm.{SMALL_REPLICAS}.{ABLATION_RATE:.0f}"
         served, cold = ratio(at, base, "no-swap", "ended"), ratio(at, base, "cold", "throughput_per_s")
         yield claim(
-            "Without swapping throughput is lost",
-            paper="4×",
-            ours=f"""{served:.2f}× as many requests are served if models take turns; {cold:.2f}× the throughput of
-                loading them from disk""",
-            holds=graded(served >= 3, served > 1),
-            why="""Four of five models have a replica without swapping, and groups make swaps so rare that a slow one
-                costs little.""",
+            graded(served >= 3, served > 1),
+            f"""Without swapping throughput is lost | 4× | {served:.2f}× as many requests are served if models
+                take turns; {cold:.2f}× the throughput of loading them from disk | Four of five models have a
+                replica without swapping, and groups make swaps so rare that a slow one costs little.""",
         )
         labels = [SYSTEMS[name][0] for name in SEVERAL]
         for title, path in (("In time", "attained"), ("Requests a second", "throughput_per_s")):
@@ -507,12 +483,10 @@ class Hardware(Deadlines):
         mixed = max(gain for slow, gain in gains.items() if slow not in alike)
         pure = max(gain for slow, gain in gains.items() if slow in alike)
         yield claim(
-            "QLM gains more where replicas are unlike",
-            paper="2 to 5 times",
-            ours=f"{mixed / pure:.2f} times: {mixed:.2f}× where they are mixed, {pure:.2f}× where they are alike",
-            holds=graded(mixed / pure >= 2, mixed / pure > 1.1),
-            why="""Requests wait where they were sent to, but for no longer than the trace: how much slower an A10 is
-                bounds the gain.""",
+            graded(mixed / pure >= 2, mixed / pure > 1.1),
+            f"""QLM gains more where replicas are unlike | 2 to 5 times | {mixed / pure:.2f} times:
+                {mixed:.2f}× where they are mixed, {pure:.2f}× where they are alike | Requests wait where they
+                were sent to, but for no longer than the trace: how much slower an A10 is bounds the gain.""",
         )
         yield Table(
             "Requests a second",
@@ -560,11 +534,10 @@ class Mega(Deadlines):
         few = max((gain for part, gain in gains.items() if 0 < part <= 10), default=0.0)
         many = max((gain for part, gain in gains.items() if part >= 50), default=0.0)
         yield claim(
-            "The gain is largest for few mega prompts",
-            paper="largest for few, then shrinks",
-            ours=f"{few:.1f} points with few, {many:.1f} with many",
-            holds=graded(few > many, few > 0),
-            why="Order helps as long as there is somebody who can wait; that does not depend on lengths alone.",
+            graded(few > many, few > 0),
+            f"""The gain is largest for few mega prompts | largest for few, then shrinks | {few:.1f} points
+                with few, {many:.1f} with many | Order helps as long as there is somebody who can wait; that
+                does not depend on lengths alone.""",
         )
         yield Table(
             "In time",
@@ -606,19 +579,16 @@ class Queues(Deadlines):
         by_request = max(min(over[rate]["edf"], over[rate]["fcfs"]) for rate in rates[1:])
         empty, long = best[0], max(best[1:])
         yield claim(
-            "With an empty queue QLM is no better than the best of the others",
-            paper="no gain",
-            ours=f"{empty:+.1f} points",
-            holds=at_most(empty, 2, 10),
-            why="Five models share fewer replicas, so even a short queue needs swaps.",
+            at_most(empty, 2, 10),
+            f"""With an empty queue QLM is no better than the best of the others | no gain | {empty:+.1f}
+                points | Five models share fewer replicas, so even a short queue needs swaps.""",
         )
         yield claim(
-            "With a long queue it stays in time where the others do not",
-            paper="stays high",
-            ours=f"{long:+.0f} points over the best of all, {by_request:+.0f} over those that go by request",
-            holds=graded(long >= 40, long > 0),
-            why="""Half of the requests has an hour, so nobody misses more than the others; and SHEPHERD's whole
-                batches load few models, too.""",
+            graded(long >= 40, long > 0),
+            f"""With a long queue it stays in time where the others do not | stays high | {long:+.0f} points
+                over the best of all, {by_request:+.0f} over those that go by request | Half of the requests
+                has an hour, so nobody misses more than the others; and SHEPHERD's whole batches load few
+                models, too.""",
         )
         labels = [SYSTEMS[name][0] for name in QUEUED_UP]
         yield Table(
@@ -693,19 +663,15 @@ class Overhead(Deadlines):
         lost = max(points(at, f"{name}.{deltas[0]}", f"{name}.4") for name in kinds)
         each_ms = cost["ms_per_request"]
         yield claim(
-            "Groups of four batches lose nothing",
-            paper="near-zero loss",
-            ours=f"{lost:.1f} points against groups of one batch",
-            holds=at_most(lost, 2, 10),
-            why="With few replicas a group is a large part of what waits.",
+            at_most(lost, 2, 10),
+            f"""Groups of four batches lose nothing | near-zero loss | {lost:.1f} points against groups of one
+                batch | With few replicas a group is a large part of what waits.""",
         )
         yield claim(
-            "The cost of a request is small with four hundred thousand in the queue",
-            paper="5 ms",
-            ours=f"""{each_ms:.2f} ms, of which {cost["calls_ms"]:.2f} ms for its own calls; a plan takes
-                {cost["plan_s"]:.1f} s""",
-            holds=at_most(each_ms, 5, 10),
-            why="A plan is asked for once for each group.",
+            at_most(each_ms, 5, 10),
+            f"""The cost of a request is small with four hundred thousand in the queue | 5 ms | {each_ms:.2f}
+                ms, of which {cost["calls_ms"]:.2f} ms for its own calls; a plan takes {cost["plan_s"]:.1f} s
+                | A plan is asked for once for each group.""",
         )
         yield Table(
             "In time",
@@ -789,20 +755,15 @@ class Needed(Deadlines):
             ratio(at, f"qlm.{kind}", f"shepherd.{kind}", "replicas") for kind in ("one", "several")
         )
         yield claim(
-            "QLM needs fewer replicas than SHEPHERD for one model",
-            paper="fewer",
-            ours=f"{one:.2f} times as many",
-            holds=graded(one < 1, one <= 1),
-            why="Both need as many as the work takes.",
+            graded(one < 1, one <= 1),
+            f"""QLM needs fewer replicas than SHEPHERD for one model | fewer | {one:.2f} times as many | Both
+                need as many as the work takes.""",
         )
         yield claim(
-            "And for several",
-            paper="fewer",
-            ours=f"{several:.2f} times as many",
-            holds=graded(several < 1, several <= 1),
-            why="""SHEPHERD's batches are of one model until they end, so it loads as few models as QLM does, and at
-                this rate its lower throughput is enough. QLM, with as few replicas, has some requests wait for a
-                model to come back.""",
+            graded(several < 1, several <= 1),
+            f"""And for several | fewer | {several:.2f} times as many | SHEPHERD's batches are of one model
+                until they end, so it loads as few models as QLM does, and at this rate its lower throughput
+                is enough. QLM, with as few replicas, has some requests wait for a model to come back.""",
         )
         yield Table(
             "Fewest replicas",

@@ -78,33 +78,26 @@ class Waits(Experiment):
         )
         known_long = min(one["groups/4/r2"] for one in long)
         yield claim(
-            "The wait grows linearly with the place in the queue",
-            paper="R² 0.99",
-            ours=f"R² at least {line:.4f}, of those who do not fit at once",
-            holds=at_least(line, 0.99, 0.95),
-            why="Prompts take their part of the time, and their lengths vary.",
+            at_least(line, 0.99, 0.95),
+            f"""The wait grows linearly with the place in the queue | R² 0.99 | R² at least {line:.4f}, of
+                those who do not fit at once | Prompts take their part of the time, and their lengths vary.""",
         )
         yield claim(
-            "Waits are known before, with four groups in the queue",
-            paper="R² 0.99",
-            ours=f"R² at least {known:.4f}; the paper's equations {literal:.4f}",
-            holds=at_least(known, 0.99, 0.95),
-            why="""What a request waits for is prompts as well as answers, and the expected answers of those in front
-                differ from what they write.""",
+            at_least(known, 0.99, 0.95),
+            f"""Waits are known before, with four groups in the queue | R² 0.99 | R² at least {known:.4f}; the
+                paper's equations {literal:.4f} | What a request waits for is prompts as well as answers, and
+                the expected answers of those in front differ from what they write.""",
         )
         yield claim(
-            "So it is with prompts many times as long",
-            paper="prompts are taken for constant",
-            ours=f"R² at least {known_long:.4f}",
-            holds=at_least(known_long, 0.95, 0.9),
-            why="""Fewer requests fit into a batch, so four groups are fewer requests, and attention's square is not
-                in a line.""",
+            at_least(known_long, 0.95, 0.9),
+            f"""So it is with prompts many times as long | prompts are taken for constant | R² at least
+                {known_long:.4f} | Fewer requests fit into a batch, so four groups are fewer requests, and
+                attention's square is not in a line.""",
         )
         yield claim(
-            "In a short queue the time to the end is over-estimated",
-            paper="conservative",
-            ours=f"{over:.1%} of requests, by the paper's equations",
-            holds=over >= 0.9,
+            over >= 0.9,
+            f"""In a short queue the time to the end is over-estimated | conservative | {over:.1%} of
+                requests, by the paper's equations""",
         )
         yield Table(
             "R² by the number of groups in the queue",
