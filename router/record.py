@@ -1,16 +1,10 @@
 """The latest placements: which worker, why that one, what the next best would have been, and what was waited for.
 
-    why       the worker that was chosen
-    told      had the request already: another router, or a gateway without one, placed it
-    others    as `placement_reason` says
-
 Of the two workers the figures are kept by which they can be compared. No prompt is in it, and no other client. What is
-kept of a placement is compact, and formatted when it is shown. Bounded: the last `most` requests.
+kept of a placement is compact, and formatted when it is shown.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -19,18 +13,18 @@ import msgspec
 from router.placement.contract import Request, WorkerView
 from router.radix import Match
 from sglang_fair.common.deadlines import Promise
+from sglang_fair.common.record import MOST_ENDED, MOST_NAME, Recent
 
-MOST = 4096
-MOST_FOUND = 16
-"""Placements that are shown of one name."""
-MOST_NAME = 128
-"""Characters of a name that a client may have chosen."""
+AS_IS = (
+    "id", "client", "input_tokens", "model", "waited_for", "standing", "why", "candidates", "refused", "cached_tokens"
+)  # fmt: skip
+"""What is shown of a placement without more ado."""
 
 Figures = tuple[str, int, float, float, float, float | None]
 """A worker, what of the prompt it held, its load, prefill and decode tokens left, and what the placement weighed."""
 
 
-class Placed(msgspec.Struct, gc=False):
+class Placed(msgspec.Struct, gc=False, eq=False):
     """What is known of one placement. Times are by the router's clock."""
 
     id: str
@@ -44,11 +38,12 @@ class Placed(msgspec.Struct, gc=False):
     excluded: tuple[str, ...] = ()
     decided_s: float | None = None
     why: str = ""
+    """The worker was chosen (`placement_reason`); "told": another router, or a gateway without one, placed it."""
     worker: Figures | None = None
     next_best: Figures | None = None
     has_costs: bool = False
     candidates: int = 0
-    held: str = ""
+    waited_for: str = ""
     """Why it had to wait here; "": it did not."""
     standing: Mapping[str, object] | None = None
     """Where it stood when it came, if it waited in a group."""
@@ -57,35 +52,30 @@ class Placed(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-@dataclass
 class PlacementRecord:
-    """What became of the latest requests."""
+    """What became of the latest requests. A request that is not in it any more is ignored."""
 
-    most: int = MOST
-    _order: deque[Placed] = field(default_factory=deque, init=False, repr=False)
-    _by_id: dict[str, Placed] = field(default_factory=dict, init=False, repr=False)
-    _by_name: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
+    def __init__(self, most: int = MOST_ENDED) -> None:
+        self._recent: Recent[Placed] = Recent(most)
+        self._by_id: dict[str, Placed] = {}
 
     def came(self, request: Request, name: str, now_s: float) -> None:
         """A gateway asks for a worker."""
         if request.id in self._by_id:
             return
-        name = name[:MOST_NAME]
         placed = Placed(
-            request.id, name, request.client, request.input_tokens, now_s, request.model, request.promise,
-            request.exclude,
+            request.id, name[:MOST_NAME], request.client, request.input_tokens, now_s, request.model,
+            request.promise, request.exclude,
         )  # fmt: skip
         self._by_id[request.id] = placed
-        self._order.append(placed)
-        if name:
-            self._by_name[name] = (*self._by_name.get(name, ()), request.id)
-        if len(self._order) > self.most:
-            self._forget(self._order.popleft())
+        self._recent.add(placed, request.id, name)
+        if (forgotten := self._recent.end(placed)) is not None:
+            del self._by_id[forgotten.id]
 
     def held(self, request_id: str, why: str, standing: Mapping[str, object] | None = None) -> None:
         """It waits here. `standing`: in which group, and behind what."""
         if (placed := self._by_id.get(request_id)) is not None:
-            placed.held, placed.standing = why, standing
+            placed.waited_for, placed.standing = why, standing
 
     def refused(self, request_id: str, reason: str, now_s: float) -> None:
         """It gets no worker."""
@@ -137,24 +127,11 @@ class PlacementRecord:
             placed.outcome, placed.cached_tokens = outcome, cached_tokens
 
     def find(self, name: str, client: str | None, now_s: float) -> tuple[dict[str, Any], ...]:
-        """The placements of this id, or of requests of this name, the latest first; of `client` only, if one is
-        given."""
-        ids = [name, *reversed(self._by_name.get(name[:MOST_NAME], ()))]
-        found = (self._by_id[one] for one in dict.fromkeys(ids) if one in self._by_id)
-        shown = [_shown(placed, now_s) for placed in found if client in (None, placed.client)]
-        return tuple(shown[:MOST_FOUND])
+        """The placements of this id, or of requests of this name, as `Recent.find`. JSON-ready."""
+        return tuple(_shown(placed, now_s) for placed in self._recent.find(name, client))
 
     def __len__(self) -> int:
-        return len(self._by_id)
-
-    def _forget(self, placed: Placed) -> None:
-        del self._by_id[placed.id]
-        if placed.name:
-            same = self._by_name[placed.name][1:]  # the first of a name came first
-            if same:
-                self._by_name[placed.name] = same
-            else:
-                del self._by_name[placed.name]
+        return len(self._recent)
 
 
 def placement_reason(
@@ -223,29 +200,21 @@ def _shown_figures(figures: Figures | None, has_costs: bool) -> dict[str, Any] |
 
 def _shown(placed: Placed, now_s: float) -> dict[str, Any]:
     decided_s = now_s if placed.decided_s is None else placed.decided_s
+    promise = placed.promise
     return {
-        "id": placed.id,
+        **{name: getattr(placed, name) for name in AS_IS},
         "request": placed.name,
-        "client": placed.client,
         "came_s_ago": now_s - placed.came_s,
-        "input_tokens": placed.input_tokens,
-        "model": placed.model,
         "slo": None
-        if placed.promise is None
+        if promise is None
         else {
-            "class": placed.promise.slo_class,
-            "slo_s": placed.promise.slo_s,
-            "left_s": placed.promise.due_s - decided_s,  # when it was placed, or now
+            "class": promise.slo_class,
+            "slo_s": promise.slo_s,
+            "left_s": promise.due_s - decided_s,  # when it was placed, or now
         },
         "waited_s": decided_s - placed.came_s,
-        "waited_for": placed.held,
-        "standing": placed.standing,
-        "why": placed.why,
         "worker": _shown_figures(placed.worker, placed.has_costs),
         "next_best": _shown_figures(placed.next_best, placed.has_costs),
-        "candidates": placed.candidates,
         "excluded": list(placed.excluded),
-        "refused": placed.refused,
         "outcome": placed.outcome or None,
-        "cached_tokens": placed.cached_tokens,
     }

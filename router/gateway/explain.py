@@ -1,7 +1,7 @@
 """Why a request was served as it was: what gateway, router and replica remember of it, in one answer.
 
-Each of the three is asked for the requests of one client, the sender's, or of all, if an operator asks. What cannot be
-asked is None, with the reason; what nobody remembers is 404.
+Each of the three shows the requests of one client, the sender's, or of all, to an operator. Where one of them does not
+answer there is None, with the reason; a request that none of them remembers is 404.
 """
 
 import asyncio
@@ -15,10 +15,11 @@ import msgspec
 
 from router.client import RouterGone
 from router.gateway.errors import ApiError
-from router.gateway.record import MOST_FOUND, MOST_NAME, RequestRecord
+from router.gateway.record import RequestRecord
 from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.links import Links
+from sglang_fair.common.record import MOST_FOUND, MOST_NAME
 
 REPLICA_TIMEOUT_S = 5.0
 
@@ -39,7 +40,7 @@ class Latest(msgspec.Struct):
 
 
 class Explainer:
-    """Asks everybody."""
+    """Asks gateway, router and replicas."""
 
     def __init__(self, record: RequestRecord, link: Links, fleet: Fleet, replicas: Replicas) -> None:
         self._record = record
@@ -56,34 +57,24 @@ class Explainer:
         """The requests of this name, or with an attempt of this id; of `client` only, if one is given. Raises
         `ApiError` 404."""
         name = name[:MOST_NAME]
-        own = self._record.find(name, client)
-        router_error, placements = "", list[Mapping[str, Any]]()
-        names = {name, *(exchange.name for exchange in own)}
+        own, now_s = self._record.find(name, client), time.monotonic()
+        router_error, by_id = "", dict[str, Mapping[str, Any]]()
         try:
-            for one in names:
-                placements += await self._link.explain(one, client)
+            for one in {name, *(exchange.name for exchange in own)}:
+                by_id |= {str(found["id"]): found for found in await self._link.explain(one, client)}
         except RouterGone as error:
             router_error = str(error)
-        by_id = {placement["id"]: placement for placement in placements}
         requests: list[dict[str, Any]] = []
-        seen: set[str] = set()
-        for exchange in own:
-            shown = exchange.shown(time.monotonic())
-            attempts = [self._attempt(one, by_id.get(one["id"])) for one in shown.pop("tries")]
-            seen.update(one["id"] for one in attempts)
+        for shown in (exchange.shown(now_s) for exchange in own):
+            attempts = [_attempt(one, by_id.pop(one["id"], None)) for one in shown.pop("tries")]
             requests.append({**shown, "gateway": True, "attempts": attempts})
-        for placement in by_id.values():
-            if placement["id"] not in seen:  # of another process, or forgotten here
-                worker = (placement["worker"] or {}).get("worker", "")
-                attempt = self._attempt({"id": placement["id"], "worker": worker}, placement)
-                requests.append(
-                    {
-                        "request": placement["request"],
-                        "client": placement["client"],
-                        "gateway": False,
-                        "attempts": [attempt],
-                    }
-                )
+        for id, placement in by_id.items():  # of another process, or forgotten here
+            worker = (placement["worker"] or {}).get("worker", "")
+            head = {key: placement[key] for key in ("request", "client")}
+            attempts = [_attempt({"id": id, "worker": worker}, placement)]
+            requests.append({**head, "gateway": False, "attempts": attempts})
+        if not requests:
+            raise ApiError(404, "no such request is remembered here", code="request_not_found")
         requests = requests[:MOST_FOUND]
         await asyncio.gather(
             *(
@@ -92,18 +83,12 @@ class Explainer:
                 for attempt in request["attempts"]
             )
         )
-        if not requests:
-            raise ApiError(404, "no such request is remembered here", code="request_not_found")
         return Explained(requests, router_error)
-
-    def _attempt(self, own: Mapping[str, Any], placement: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {**own, "router": placement, "replica": None, "replica_error": ""}
 
     async def _ask_replica(self, attempt: dict[str, Any], client: str) -> None:
         up = self._fleet.workers.get(attempt["worker"])
         if up is None:
-            if attempt["worker"]:
-                attempt["replica_error"] = "this replica is gone"
+            attempt["replica_error"] = "this replica is gone" if attempt["worker"] else ""
             return
         url = f"{up.url.rstrip('/')}/explain/{quote(attempt['id'], safe='')}"
         try:
@@ -117,3 +102,7 @@ class Explainer:
                     attempt["replica_error"] = f"the replica answers {answer.status}"
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             attempt["replica_error"] = f"the replica does not answer: {type(error).__name__}"
+
+
+def _attempt(own: Mapping[str, Any], placement: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {**own, "router": placement, "replica": None, "replica_error": ""}

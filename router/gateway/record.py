@@ -1,28 +1,19 @@
-"""The latest requests of a gateway process: who asked, what was tried, what it came to.
-
-Bounded: those that are under way, and the last `most` of those that are not. Names that a client chose are cut; they
-may be anybody's, and come again. No text of a request or an answer is in it.
+"""The latest requests of a gateway process: whose they are, what was tried, what it came to. No text of a request or an
+answer is in it.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from router.events import Place
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.common.names import fresh_name
+from sglang_fair.common.record import MOST_ENDED, MOST_NAME, Recent
 
 REQUEST_ID = "x-request-id"
 """The header in which a client names its request, and every answer too."""
-
-MOST_ENDED = 4096
-MOST_FOUND = 16
-"""Requests that are shown of one name."""
-MOST_NAME = 128
-"""Characters of a client's own name for a request."""
 
 
 def own_name(given: str | None) -> str:
@@ -49,6 +40,20 @@ class Try:
     """No router answered; the gateway placed it by itself."""
     outcome: str = ""
     reason: str = ""
+
+    def shown(self, now_s: float) -> dict[str, Any]:
+        """JSON-ready."""
+        placed_s = now_s if self.placed_s is None else self.placed_s
+        return {
+            "id": self.id,
+            "worker": self.worker,
+            "matched_tokens": self.matched_tokens,
+            "fallback": self.is_fallback,
+            "router_wait_s": placed_s - self.asked_s,
+            "replica_wait_s": None if self.first_s is None else self.first_s - placed_s,
+            "outcome": self.outcome or None,
+            "reason": self.reason,
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -119,20 +124,16 @@ class Exchange:
                 "cached": self.cached_tokens,
                 "output": self.output_tokens,
             },
-            "slo": self._slo(),
-            "tries": [shown_try(one, now_s) for one in self.tries],
+            "slo": None
+            if (promise := self.promise) is None
+            else {
+                "class": promise.slo_class,
+                "slo_s": promise.slo_s,
+                "due_s": promise.due_s - self.came_s,  # from its arrival; less than slo_s for a later call
+                "attained": self.attained or None,
+            },
+            "tries": [one.shown(now_s) for one in self.tries],
             **({"trace_id": self.trace} if self.trace else {}),
-        }
-
-    def _slo(self) -> dict[str, Any] | None:
-        promise = self.promise
-        if promise is None:
-            return None
-        return {
-            "class": promise.slo_class,
-            "slo_s": promise.slo_s,
-            "due_s": promise.due_s - self.came_s,  # from its arrival; less than slo_s for a later call
-            "attained": self.attained or None,
         }
 
     def row(self, now_s: float) -> dict[str, Any]:
@@ -187,93 +188,47 @@ class Exchange:
         }
 
 
-def shown_try(one: Try, now_s: float) -> dict[str, Any]:
-    """JSON-ready."""
-    placed_s = now_s if one.placed_s is None else one.placed_s
-    return {
-        "id": one.id,
-        "worker": one.worker,
-        "matched_tokens": one.matched_tokens,
-        "fallback": one.is_fallback,
-        "router_wait_s": placed_s - one.asked_s,
-        "replica_wait_s": None if one.first_s is None else one.first_s - placed_s,
-        "outcome": one.outcome or None,
-        "reason": one.reason,
-    }
-
-
 class RequestRecord:
-    """Is told of requests, and finds them again by their own names and by those of their attempts."""
+    """Notes what happens to requests, and finds them by their own names and by those of their attempts."""
 
     def __init__(
         self, most: int = MOST_ENDED, log: Callable[[Mapping[str, Any]], None] | None = None
     ) -> None:
         """`log` gets a line for each request that has ended."""
-        self._most = most
+        self._recent: Recent[Exchange] = Recent(most)
         self._log = log
-        self._ended: deque[Exchange] = deque()
-        self._by_name: dict[str, dict[Exchange, None]] = {}
-        self._in_order: dict[Exchange, None] = {}
+        self.find, self.latest = self._recent.find, self._recent.latest
 
     def came(self, kind: str, given: str | None) -> Exchange:
-        """A request came, which its client calls `given`. Nobody finds it before `enter`."""
+        """A request came, which its client calls `given`. It can be found after `enter`."""
         return Exchange(own_name(given), kind, time.monotonic(), time.time())
 
     def enter(self, exchange: Exchange) -> None:
-        """Its client is known. Of those who may not ask nothing is remembered: they are as many as they like."""
+        """Its client is known. Requests without a valid key are not remembered: there may be any number of them."""
         exchange.is_entered = True
-        self._in_order[exchange] = None
-        self._enter(exchange.name, exchange)
+        self._recent.add(exchange, exchange.name)
 
     def tried(self, exchange: Exchange, id: str) -> Try:
         """An attempt begins."""
         one = Try(id, time.monotonic())
         exchange.tries.append(one)
-        self._enter(id, exchange)
+        self._recent.name(exchange, id)
         return one
 
     def placed(self, exchange: Exchange, one: Try, place: Place, *, itself: bool) -> None:
         """The attempt goes to a replica, perhaps under another id than it was asked with; the gateway chose it
         `itself`, or the router did."""
-        one.worker, one.matched_tokens = place.worker, place.matched_tokens
+        one.id, one.worker, one.matched_tokens = place.id, place.worker, place.matched_tokens
         one.placed_s, one.is_fallback = time.monotonic(), itself
-        if place.id != one.id:
-            self._drop(one.id, exchange)
-            one.id = place.id
-            self._enter(place.id, exchange)
+        self._recent.name(exchange, place.id)
 
     def ended(self, exchange: Exchange, outcome: str) -> None:
         """It is over."""
         exchange.ended_s, exchange.outcome = time.monotonic(), outcome
         if exchange.is_entered:
-            self._ended.append(exchange)
-        if len(self._ended) > self._most:
-            gone = self._ended.popleft()
-            self._in_order.pop(gone, None)
-            for name in {gone.name, *(one.id for one in gone.tries)}:
-                self._drop(name, gone)
+            self._recent.end(exchange)
         if self._log is not None:
             self._log(exchange.line())
 
-    def find(self, name: str, client: str | None = None) -> list[Exchange]:
-        """Those of this name, the latest first; of `client` only, if one is given."""
-        same = reversed(self._by_name.get(name, {}))
-        return [one for one in same if client in (None, one.client)][:MOST_FOUND]
-
-    def latest(self, client: str | None, most: int) -> list[Exchange]:
-        """Those that came last, the latest first; of `client` only, if one is given."""
-        same = (one for one in reversed(self._in_order) if client in (None, one.client))
-        return list(islice(same, most))
-
     def __len__(self) -> int:
-        return len({one for same in self._by_name.values() for one in same})
-
-    def _enter(self, name: str, exchange: Exchange) -> None:
-        self._by_name.setdefault(name, {})[exchange] = None
-
-    def _drop(self, name: str, exchange: Exchange) -> None:
-        same = self._by_name.get(name)
-        if same is not None:
-            same.pop(exchange, None)
-            if not same:
-                del self._by_name[name]
+        return len(self._recent)

@@ -25,7 +25,7 @@ from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.clients import address_share, header_safe
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
-from router.gateway.record import MOST_NAME, REQUEST_ID
+from router.gateway.record import REQUEST_ID
 from router.gateway.request.call import Call, check_models
 from router.gateway.request.kinds import PATHS, Kind, style_of
 from router.gateway.serving import Outcome, Serving
@@ -40,6 +40,7 @@ from sglang_fair.common.identity import (
     HEADER_SYSTEM_TOKENS,
 )
 from sglang_fair.common.interaction import Apps, Part, part_of
+from sglang_fair.common.record import MOST_NAME
 from sglang_fair.core.interactions import Interaction
 
 if TYPE_CHECKING:  # imported only where spans are made

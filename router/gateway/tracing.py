@@ -41,7 +41,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from router.gateway.otlp import traces_url
-from router.gateway.record import Exchange, Try, shown_try
+from router.gateway.record import Exchange, Try
 
 CLOSE_S = 0.5
 """How long a gateway that ends waits for the collector."""
@@ -138,7 +138,7 @@ class Trace:
                 parts += [("first token", one.placed_s, one.first_s), ("answer", one.first_s, last_s)]
             for name, began_s, until_s in parts:
                 self._span(name, context, began_s).end(self._at_ns(last_s if until_s is None else until_s))
-            span.set_attributes(_own(shown_try(one, last_s), ATTEMPT))
+            span.set_attributes(_own(one.shown(last_s), ATTEMPT))
             if one.outcome in FAILED:
                 span.set_status(Status(StatusCode.ERROR, one.reason or one.outcome))
             span.end(self._at_ns(last_s))

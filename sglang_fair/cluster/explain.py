@@ -7,6 +7,8 @@ from urllib.parse import quote
 
 from sglang_fair.cluster.status import fetch
 from sglang_fair.common.service_keys import admin_key, bearer
+from sglang_fair.core.waits import CAUSES
+from sglang_fair.metrics.table import REASONS
 
 MOST_GROUPS = 6
 """Before a request's own that are shown."""
@@ -14,27 +16,7 @@ MOST_GROUPS = 6
 TENANT_KEY_VARIABLE = "OPENAI_API_KEY"
 """Where OpenAI's clients have their key."""
 
-CAUSES = {
-    "step": "a step that was under way",
-    "running": "those that run, whose turn it was",
-    "prompts": "room among the prompts of a step",
-    "batch": "a place among those that run",
-    "memory": "memory in the KV cache",
-    "deficit": "its client's turn: the client had used up what it was due",
-    "rate": "its client's next minute: its requests of this one were used up",
-    "target": "its client's share: it had more of those that run, and tokens took too long, or room was short",
-    "prefix": "a prefix that another request was computing",
-    "engine": "SGLang, which passed it over for a reason of its own",
-}
-
-WHY = {
-    "retry": "another replica had failed it",
-    "only": "no other replica could take it",
-    "prefix": "none has more of the prompt cached",
-    "new": "nobody has any of the prompt cached, and the placement preferred it",
-    "load": "another one has more of the prompt cached, and the placement preferred it all the same",
-    "told": "it had the request already when this router came to know of it",
-}
+WHY = {**REASONS, "told": "it had the request already when this router came to know of it"}
 
 
 def read(gateway: str, request: str) -> dict[str, Any]:

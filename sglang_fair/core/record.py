@@ -1,63 +1,39 @@
 """The last requests of a replica, each with what it waited for: why a request took so long is looked up here.
 
-    waits      how long it waited, by cause                                     (`waits`)
-    overtakes  by how many later ones, in how many batches                      (`overtakes`)
+    waits      how long it waited, by cause, and by how many later ones it was overtaken  (`waits`)
     evictions  how often it was taken back for a more urgent one, and how urgent that was  (`preemption`)
     counter    the policy's counter of its client when it came and when it was admitted, and the refills between
     service    when its prompt and its answer were computed, and how it ended
 
-No other client is in it by name, and no text: others are numbers. An id may be anything, and come again: a look-up
-finds all requests that had it, the latest first, and can be limited to one client.
-
-Bounded: those that are here, and the last `most` of those that are not, ids cut at `MOST_ID`. Cost: O(log waiting) for
-a request, O(what changed) for a pass, O(requests of its id) when one is forgotten. What a wait was made of is added up
-when it is looked up.
+No other client is in it by name, and no text: others are numbers. Cost: O(log waiting) for a request, O(what changed)
+for a pass. What a wait was made of is added up when it is looked up.
 """
 
-from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from sglang_fair.common.record import MOST_ENDED, MOST_NAME, Recent
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listener
-from sglang_fair.core.overtakes import Overtaken, Overtakes
 from sglang_fair.core.policy import Policy, Turns
-from sglang_fair.core.waits import MEMORY, Wait, Waits
-
-MOST_ENDED = 4096
-"""Requests that are remembered after their end."""
-
-MOST_ID = 128
-"""Characters of an id. Gateways make shorter ones."""
-
-MOST_FOUND = 16
-"""Requests of one id that are shown."""
+from sglang_fair.core.waits import BY_NONE, MEMORY, Overtaken, Overtakes, Wait, Waits
 
 NS = 1_000_000_000
 
 Outcome = Literal["finished", "aborted", "refused"]
 """How a request ended: it was answered; it was given up; it could not wait here."""
 
+AS_IS = (
+    "id", "client", "outcome", "reason", "waiting_at_arrival", "running_at_arrival", "counter_at_arrival",
+    "counter_at_admission",
+)  # fmt: skip
+"""What is shown of an entry without more ado."""
+
 TOKENS = (
-    "prompt_tokens",
-    "max_output_tokens",
-    "extend_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "retractions",
-)
+    "prompt_tokens", "max_output_tokens", "extend_tokens", "cached_tokens", "output_tokens", "retractions",
+)  # fmt: skip
 _numbers = attrgetter(*TOKENS)
-
-
-class EvictedFor(NamedTuple):
-    """What is shown of the request for which another one was taken back."""
-
-    same_client: bool
-    tier: int
-    slack_s: float | None
-    """What was left until it was due."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,8 +51,9 @@ class Entry:
     running_at_arrival: int
     waits: tuple[Wait, ...] = ()
     """One, and one more for each time that it was taken back."""
-    evicted_for: tuple[EvictedFor, ...] = ()
-    overtaken: Overtaken | None = None
+    evicted_for: tuple[dict[str, Any], ...] = ()
+    """For which requests, as it is shown."""
+    overtaken: Overtaken = BY_NONE
     counter_at_admission: float | None = None
     refills: int | None = None
     admitted_ns: int | None = None
@@ -97,11 +74,8 @@ class Record(Listener):
         self._overtakes: Overtakes[Job] = Overtakes()
         self._policy = policy
         self._turns = policy if isinstance(policy, Turns) else None
-        self._most = most
         self._here: dict[Job, Entry] = {}
-        self._ended: deque[Entry] = deque()
-        self._by_id: dict[str, list[Entry]] = {}
-        """The latest last."""
+        self._recent: Recent[Entry] = Recent(most)
         self._running = 0
 
     # ---- what happens
@@ -146,8 +120,12 @@ class Record(Listener):
             self._running -= 1
             entry.waits += (self.waits.begin(job),)
             due_s = urgent.deadline_s
-            slack_s = None if due_s is None else due_s - self.waits.now_ns / NS
-            entry.evicted_for += (EvictedFor(urgent.client == job.client, urgent.tier, slack_s),)
+            evicted_for = {
+                "same_client": urgent.client == job.client,
+                "tier": urgent.tier,
+                "slack_s": None if due_s is None else due_s - self.waits.now_ns / NS,
+            }
+            entry.evicted_for += (evicted_for,)
 
     def leave(self, job: Job) -> None:
         if (entry := self._here.pop(job, None)) is None:
@@ -174,21 +152,18 @@ class Record(Listener):
     # ---- what is read
 
     def find(self, request_id: str, client: str | None = None) -> list[dict[str, Any]]:
-        """The requests that have or had this id, the latest first, `MOST_FOUND` at most; of `client` only, if one is
-        given. JSON-ready, times in seconds."""
-        entries = reversed(self._by_id.get(request_id[:MOST_ID], ()))
-        found = (entry for entry in entries if client in (None, entry.client))
-        return [self._shown(entry) for entry in islice(found, MOST_FOUND)]
+        """The requests that have or had this id, as `Recent.find`. JSON-ready, times in seconds."""
+        return [self._shown(entry) for entry in self._recent.find(request_id, client)]
 
     def __len__(self) -> int:
-        return len(self._here) + len(self._ended)
+        return len(self._recent)
 
     # ---- inside
 
     def _enter(self, job: Job) -> Entry:
         policy = self._policy
         entry = Entry(
-            (job.attempt or job.id)[:MOST_ID],
+            (job.attempt or job.id)[:MOST_NAME],
             job,
             job.client,
             self.waits.now_ns,
@@ -197,20 +172,14 @@ class Record(Listener):
             len(self.waits),
             self._running,
         )
-        self._by_id.setdefault(entry.id, []).append(entry)
+        self._recent.add(entry, entry.id)
         return entry
 
     def _end(self, entry: Entry, outcome: str, reason: str = "") -> None:
         assert entry.job is not None
         entry.numbers, entry.job = _numbers(entry.job), None
         entry.ended_ns, entry.outcome, entry.reason = self.waits.now_ns, outcome, reason
-        self._ended.append(entry)
-        if len(self._ended) > self._most:
-            oldest = self._ended.popleft()
-            same = self._by_id[oldest.id]
-            same.remove(oldest)
-            if not same:
-                del self._by_id[oldest.id]
+        self._recent.end(entry)
 
     def _refills_since(self, entry: Entry) -> int | None:
         now, before = self._policy.refills, entry.refills_at_arrival
@@ -218,29 +187,22 @@ class Record(Listener):
 
     def _shown(self, entry: Entry) -> dict[str, Any]:
         now_ns, job = self.waits.now_ns, entry.job
-        overtaken, refills = entry.overtaken or Overtaken(0, 0), entry.refills
+        overtaken, refills = entry.overtaken, entry.refills
         if job is not None and entry.admitted_ns is None:
             overtaken, refills = self._overtakes.of(job), self._refills_since(entry)
         by_wait = [self.waits.spent_ns(wait) for wait in entry.waits]
-        by_cause = {
-            cause: sum(spent.get(cause, 0) for spent in by_wait) for spent in by_wait for cause in spent
-        }
-        waits_now = bool(entry.waits) and entry.waits[-1].ended is None
+        by_cause = {cause: sum(spent.get(cause, 0) for spent in by_wait) for cause in set().union(*by_wait)}
         until_ns = now_ns if entry.ended_ns is None else entry.ended_ns
         prefill_s = decode_s = None
         if entry.admitted_ns is not None:
             computed_ns = until_ns if entry.computed_ns is None else entry.computed_ns
             prefill_s = (computed_ns - entry.admitted_ns) / NS
             decode_s = None if entry.computed_ns is None else (until_ns - computed_ns) / NS
+        waits_now = bool(entry.waits) and entry.waits[-1].source is not None
         return {
-            "id": entry.id,
-            "client": entry.client,
+            **{name: getattr(entry, name) for name in AS_IS},
             "state": "ended" if job is None else "waiting" if waits_now else "running",
-            "outcome": entry.outcome,
-            "reason": entry.reason,
             "came_s_ago": (now_ns - entry.came_ns) / NS,
-            "waiting_at_arrival": entry.waiting_at_arrival,
-            "running_at_arrival": entry.running_at_arrival,
             "waited_s": sum(by_cause.values()) / NS,
             "waited_again_s": sum(sum(spent.values()) for spent in by_wait[1:]) / NS,
             "waited_for_s": {
@@ -249,10 +211,8 @@ class Record(Listener):
             },
             "overtaken_by": overtaken.requests,
             "overtaken_in_batches": overtaken.batches,
-            "counter_at_arrival": entry.counter_at_arrival,
-            "counter_at_admission": entry.counter_at_admission,
             "refills": refills,
-            "evicted_for": [one._asdict() for one in entry.evicted_for],
+            "evicted_for": list(entry.evicted_for),
             "prefill_s": prefill_s,
             "decode_s": decode_s,
             **dict(zip(TOKENS, entry.numbers if job is None else _numbers(job), strict=True)),

@@ -1,39 +1,39 @@
-"""What the waiting requests of a replica wait for, and for how long: every moment of a wait has one cause.
+"""What the waiting requests of a replica wait for, how long, and by how many later ones each is overtaken.
 
-    cause      a request waits because
-    step       a step was under way when it came
-    running    those that run have their turn (`steps`)
-    prompts    the step has as many prompts, or tokens of prompts, as it may
-    batch      as many requests run as may
-    memory     the KV cache has no room for the one that is next
-    deficit    its client has had what it is due: others that have not come first
-    rate       its client has had its requests of this minute
-    target     its client has more than its share of those that run, and a token takes longer than the target, or the
-               places that are left are others'
-    prefix     its next tokens are being computed for another request
-    engine     the engine passed it over, for a reason of its own (an adapter, a look-up in a slower cache)
+Every moment of a wait has one cause (`CAUSES`). The first five are states of the replica, of which all that wait share
+one; the next three are states of a client, the last two of a request. A request's state comes before its client's, and
+that before the replica's. All change at the end of a pass and last until the end of the next one. If no waiting client
+is eligible, the wait is attributed to the replica's state, not to the policy.
 
-The first five are states of the replica, of which all that wait share one. `deficit`, `rate` and `target` are states of
-a client, `prefix` and `engine` of a request; a request's state comes before its client's, and that before the
-replica's. All change at the end of a pass and last until the end of the next one. If no waiting client is eligible, the
-wait is attributed to the replica's state, not to the policy.
-
-Time is counted once per pass, in three `Clock`s: of clients that are eligible, of those that are not, of those that are
-set aside. A client reads one of them, and keeps what it has read when it changes to another, so a pass costs O(what
-changed in it). Time is in whole nanoseconds: the causes of a wait sum to it exactly.
+Time is counted once per pass, in `Clock`s: of clients that are eligible, of those that are not, and of each state of a
+client or a request. A client follows one of them, a request its client or the clock of its own state, so a pass costs
+O(what changed in it). Time is in whole nanoseconds: the causes of a wait sum to it exactly.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect, insort
+from collections.abc import Hashable, Mapping
 from operator import add, sub
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from sglang_fair.core.job import Job
 
 STEP, RUNNING, PROMPTS, BATCH, MEMORY = "step", "running", "prompts", "batch", "memory"
 DEFICIT, RATE, TARGET = "deficit", "rate", "target"
 PREFIX, ENGINE = "prefix", "engine"
-CAUSES = (STEP, RUNNING, PROMPTS, BATCH, MEMORY, DEFICIT, RATE, TARGET, PREFIX, ENGINE)
+
+CAUSES: Mapping[str, str] = {
+    STEP: "a step that was under way",
+    RUNNING: "those that run, whose turn it was",
+    PROMPTS: "room among the prompts of a step",
+    BATCH: "a place among those that run",
+    MEMORY: "memory in the KV cache",
+    DEFICIT: "its client's turn: the client had used up what it was due",
+    RATE: "its client's next minute: its requests of this one were used up",
+    TARGET: "its client's share: it had more of those that run, and tokens took too long, or room was short",
+    PREFIX: "a prefix that another request was computing",
+    ENGINE: "SGLang, which passed it over for a reason of its own",
+}
+"""What a request waits for, in words."""
 
 _PLACES = {cause: place for place, cause in enumerate(CAUSES)}
 
@@ -46,65 +46,56 @@ FIRST = ""
 """The client of requests that go before all others: retracted ones. No client has this name."""
 
 
-class Clock(NamedTuple):
-    """`spent` until `since_ns`, and all time from then on for the cause at place `cause`."""
+class Clock:
+    """Time by cause; all that passes is for one cause, until `turn`."""
 
-    spent: Reading
-    cause: int
-    since_ns: int
+    __slots__ = ("_place", "_since_ns", "_spent")
+
+    def __init__(self, cause: str) -> None:
+        self._spent, self._place, self._since_ns = _ZERO, _PLACES[cause], 0
 
     def read(self, now_ns: int) -> Reading:
-        spent = list(self.spent)
-        spent[self.cause] += now_ns - self.since_ns
+        spent = list(self._spent)
+        spent[self._place] += now_ns - self._since_ns
         return tuple(spent)
 
-    def turned(self, cause: str, now_ns: int) -> "Clock":
-        place = _PLACES[cause]
-        return self if place == self.cause else Clock(self.read(now_ns), place, now_ns)
+    def turn(self, cause: str, now_ns: int) -> None:
+        if (place := _PLACES[cause]) != self._place:
+            self._spent, self._place, self._since_ns = self.read(now_ns), place, now_ns
 
 
-class Stamp(NamedTuple):
-    """A moment in a client's time. Only the difference of two of one client has a meaning."""
-
-    offset: Reading
-    clock: Clock
-    now_ns: int
-
-    def read(self) -> Reading:
-        return tuple(map(add, self.offset, self.clock.read(self.now_ns)))
-
-
-_ELIGIBLE, _OTHERS = "eligible", "others"
-
-
-@dataclass(slots=True)
-class _Client:
-    """A client with waiting requests: the clock that it reads, and what to add to the reading."""
-
-    waiting: int = 0
-    clock: str = _ELIGIBLE
-    offset: Reading = _ZERO
-    has_turn: bool = True
-
-
-@dataclass(slots=True, eq=False)
 class Wait:
-    """A request's wait until it is admitted: spells, each in its client's time or in a state of its own, `held`."""
+    """Time by cause that passes as that of what it follows: a request's wait, or a client's since it first waited."""
 
-    client: str
-    since: Stamp
-    """When its last spell began."""
-    held: str = ""
-    spent: Reading = _ZERO
-    """Until then."""
-    ended: Stamp | None = None
+    __slots__ = ("_offset", "client", "source")
 
-    def read(self, now: Stamp) -> Reading:
-        """Nanoseconds by cause until `now`."""
-        if self.held:
-            return Clock(self.spent, _PLACES[self.held], self.since.now_ns).read(now.now_ns)
-        spell = map(sub, now.read(), self.since.read())
-        return tuple(map(add, self.spent, spell))
+    def __init__(self, client: str) -> None:
+        self.client = client
+        self.source: Clock | Wait | None = None
+        """None: the wait is over."""
+        self._offset = _ZERO
+
+    def read(self, now_ns: int) -> Reading:
+        if self.source is None:
+            return self._offset
+        return tuple(map(add, self._offset, self.source.read(now_ns)))
+
+    def follow(self, source: "Clock | Wait | None", now_ns: int) -> None:
+        if source is not self.source:
+            spent = self.read(now_ns)
+            self._offset = spent if source is None else tuple(map(sub, spent, source.read(now_ns)))
+            self.source = source
+
+
+class _Client(Wait):
+    """A client with waiting requests, which follow it."""
+
+    __slots__ = ("has_turn", "waiting")
+
+    def __init__(self, client: str) -> None:
+        super().__init__(client)
+        self.waiting = 0
+        self.has_turn = True
 
 
 class Waits:
@@ -112,11 +103,11 @@ class Waits:
 
     def __init__(self) -> None:
         self.now_ns = 0
-        self.cause = STEP
-        """Of the replica."""
-        clocks = {_ELIGIBLE: STEP, _OTHERS: STEP, TARGET: TARGET}
-        self._clocks = {name: Clock(_ZERO, _PLACES[cause], 0) for name, cause in clocks.items()}
-        self._clients = {FIRST: _Client(1)}
+        self._cause, self._turn_cause = STEP, STEP
+        """Of the replica; and what clients wait for that are not eligible."""
+        self._eligible, self._others = Clock(STEP), Clock(STEP)
+        self._own = {cause: Clock(cause) for cause in (TARGET, PREFIX, ENGINE)}
+        self._clients: dict[str, _Client] = {}
         self._waits: dict[Job, Wait] = {}
         self._held: dict[Job, str] = {}
         self._held_before: dict[Job, str] = {}
@@ -130,19 +121,22 @@ class Waits:
     def begin(self, job: Job, *, first: bool = False) -> Wait:
         """`job` waits. `first`: it goes before all others, whatever its client had."""
         name = FIRST if first else job.client
-        client = self._clients.setdefault(name, _Client())
+        if (client := self._clients.get(name)) is None:
+            client = self._clients[name] = _Client(name)
+            client.follow(self._eligible, self.now_ns)
         client.waiting += 1
-        wait = self._waits[job] = Wait(name, self._stamp(client))
+        wait = self._waits[job] = Wait(name)
+        wait.follow(client, self.now_ns)
         return wait
 
     def end(self, job: Job) -> None:
         """`job` waits no more."""
         wait = self._waits.pop(job)
-        client = self._clients[wait.client]
-        wait.ended = self._stamp(client)
+        wait.follow(None, self.now_ns)
         if self._held or self._held_before:
             self._held.pop(job, None)
             self._held_before.pop(job, None)
+        client = self._clients[wait.client]
         client.waiting -= 1
         if not client.waiting:
             del self._clients[wait.client]
@@ -151,8 +145,7 @@ class Waits:
 
     def spent_ns(self, wait: Wait) -> dict[str, int]:
         """By cause, until its end or until now; without causes that there were none of. The sum is the wait."""
-        now = wait.ended or self._stamp(self._clients[wait.client])
-        return {cause: spent for cause, spent in zip(CAUSES, wait.read(now), strict=True) if spent}
+        return {cause: spent for cause, spent in zip(CAUSES, wait.read(self.now_ns), strict=True) if spent}
 
     def has_turn(self, client: str) -> bool:
         """Whether `client` was eligible when the last pass ended."""
@@ -174,50 +167,97 @@ class Waits:
 
     def stop(self, cause: str) -> None:
         """Between two passes it turned out that the replica's state is `cause`."""
-        clocks = self._clocks
-        is_one_state = clocks[_OTHERS].cause == clocks[_ELIGIBLE].cause
-        self._turn(cause, None if is_one_state else CAUSES[clocks[_OTHERS].cause])
+        self._turn(cause, cause if self._turn_cause == self._cause else self._turn_cause)
 
     def end_pass(self, cause: str, turns: Mapping[str, bool], turn_cause: str | None) -> None:
         """A pass is over. `cause` is why nothing else was admitted. `turns`: the clients that have become eligible, or
         are so no more. `turn_cause`: what those that are not wait for; None: another one's turn is not why."""
-        self._turn(*((cause, turn_cause) if self._waits else (STEP, None)))
-        for name, has_turn in turns.items():
+        self._turn(*((cause, turn_cause or cause) if self._waits else (STEP, STEP)))
+        for name in {**self._aside_before, **self._aside, **turns}:
             if (client := self._clients.get(name)) is not None:
-                client.has_turn = has_turn
-        if turns or self._aside or self._aside_before:
-            self._assign({**self._aside, **self._aside_before, **turns})
-            self._aside_before, self._aside = self._aside, {}
-        if self._held or self._held_before:
-            for job in {**self._held_before, **self._held}:
-                wait, held = self._waits[job], self._held.get(job, "")
-                if wait.held != held:
-                    now = self._stamp(self._clients[wait.client])
-                    wait.spent, wait.since, wait.held = wait.read(now), now, held
-            self._held_before, self._held = self._held, {}
+                client.has_turn = turns.get(name, client.has_turn)
+                clock = self._eligible if client.has_turn else self._others
+                client.follow(self._own[TARGET] if name in self._aside else clock, self.now_ns)
+        for job in {**self._held_before, **self._held}:
+            wait, held = self._waits[job], self._held.get(job)
+            wait.follow(self._clients[wait.client] if held is None else self._own[held], self.now_ns)
+        self._aside_before, self._aside = self._aside, {}
+        self._held_before, self._held = self._held, {}
 
-    def _turn(self, cause: str, turn_cause: str | None) -> None:
-        self.cause = cause
-        for name, now in ((_ELIGIBLE, cause), (_OTHERS, turn_cause or cause)):
-            self._clocks[name] = self._clocks[name].turned(now, self.now_ns)
+    def _turn(self, cause: str, turn_cause: str) -> None:
+        self._cause, self._turn_cause = cause, turn_cause
+        self._eligible.turn(cause, self.now_ns)
+        self._others.turn(turn_cause, self.now_ns)
 
-    def _assign(self, names: Mapping[str, bool]) -> None:
-        """Has each client read the clock that is its own."""
-        clocks, now_ns = self._clocks, self.now_ns
-        changes: dict[tuple[str, str], Reading] = {}
-        """Of a reading, from one clock to another."""
-        for name in names:
-            client = self._clients.get(name)
-            if client is None:
-                continue
-            own = TARGET if name in self._aside else _ELIGIBLE if client.has_turn else _OTHERS
-            if own == client.clock:
-                continue
-            change = client.clock, own
-            if change not in changes:
-                before, after = (clocks[one].read(now_ns) for one in change)
-                changes[change] = tuple(map(sub, before, after))
-            client.offset, client.clock = tuple(map(add, client.offset, changes[change])), own
 
-    def _stamp(self, client: _Client) -> Stamp:
-        return Stamp(client.offset, self._clocks[client.clock], self.now_ns)
+Item = TypeVar("Item", bound=Hashable)
+
+LEAST_NOTED = 64
+
+
+class Overtaken(NamedTuple):
+    """By `requests` later ones, in `batches`."""
+
+    requests: int
+    batches: int
+
+
+BY_NONE = Overtaken(0, 0)
+
+
+class Overtakes(Generic[Item]):
+    """By how many later ones each waiting item was overtaken, and in how many batches; items `arrive` once each.
+
+    An item is overtaken by every one that came later and was admitted in an earlier batch, and by a batch if its latest
+    arrival is such a one. So two sorted lists answer: of the numbers of those that were admitted, and of the latest of
+    each batch. When they are longer than the queue, each waiting item notes its counts, and they begin anew: O(log
+    waiting) for an admission, amortised, beside what an insertion moves; O(waiting) memory.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Item, int] = {}
+        """Of those that wait, in order of arrival."""
+        self._noted: dict[Item, Overtaken] = {}
+        self._arrived = 0
+        self._batch: list[int] = []
+        self._admitted: list[int] = []
+        self._latest: list[int] = []
+
+    def arrive(self, item: Item) -> None:
+        """`item` waits; it came after all others."""
+        self._numbers[item] = self._arrived
+        self._arrived += 1
+
+    def leave(self, item: Item) -> None:
+        """`item` waits no more and was not admitted."""
+        self._numbers.pop(item, None)
+        self._noted.pop(item, None)
+
+    def admit(self, item: Item) -> Overtaken:
+        """`item` is in the batch that is being formed. Returns what overtook it."""
+        found = self.of(item)
+        self._batch.append(self._numbers.pop(item))
+        self._noted.pop(item, None)
+        return found
+
+    def of(self, item: Item) -> Overtaken:
+        """What has overtaken `item`, which waits, so far."""
+        number, noted = self._numbers[item], self._noted.get(item, BY_NONE)
+        counts = (len(later) - bisect(later, number) for later in (self._admitted, self._latest))
+        return Overtaken(*map(add, noted, counts))
+
+    def end_batch(self) -> None:
+        """A batch was formed: what it admitted has overtaken those that came before and still wait."""
+        if not self._batch:
+            return
+        for number in self._batch:
+            insort(self._admitted, number)
+        insort(self._latest, max(self._batch))
+        self._batch.clear()
+        if len(self._admitted) > max(LEAST_NOTED, 2 * len(self._numbers)):
+            self._noted = {item: noted for item in self._numbers if any(noted := self.of(item))}
+            self._admitted.clear()
+            self._latest.clear()
+
+    def __len__(self) -> int:
+        return len(self._numbers)

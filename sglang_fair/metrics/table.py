@@ -12,7 +12,14 @@ PREFIX = "sglang_fair_"
 
 TOKEN_KINDS = ("extend", "cached", "output")
 OUTCOMES = ("ok", "refused", "failed", "left")
-REASONS = ("prefix", "new", "load", "only", "retry")
+REASONS = {
+    "prefix": "none has more of the prompt cached",
+    "new": "none has any of the prompt cached, and the placement preferred it",
+    "load": "another one has more of the prompt cached, and the placement preferred it all the same",
+    "only": "no other replica could take it",
+    "retry": "another replica had failed it",
+}
+"""Why a request went to a replica, in words."""
 PLAN_OUTCOMES = ("answered", "stale", "failed", "unanswered")
 STATES = ("up", "draining", "sick", "swapping")
 

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from sglang_fair.core.record import MOST_ID
+from sglang_fair.common.record import MOST_NAME
 
 MARK = "sglang_fair.explain:"
 """Before the JSON in the id of such a question."""
@@ -21,7 +21,7 @@ STATE_KEY = "explained"
 
 def question(id: str, client: str | None) -> str:
     """The id of a question for the scheduler's state."""
-    return MARK + json.dumps([id[:MOST_ID], client])
+    return MARK + json.dumps([id[:MOST_NAME], client])
 
 
 def asked(rid: str | None) -> tuple[str, str | None] | None:

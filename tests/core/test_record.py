@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_fair.common.record import MOST_FOUND, MOST_NAME
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.record import MOST_FOUND, MOST_ID, NS, Record
+from sglang_fair.core.record import NS, Record
 from sglang_fair.core.waits import BATCH, CAUSES, DEFICIT, MEMORY, STEP
 from tests.core.test_admission import Engine
 from tests.support.budget import examples
@@ -172,8 +173,9 @@ def test_ten_thousand_names_and_ids_are_not_remembered() -> None:
         _serve(record, Job(f"{number}" + "x" * 10_000, f"name {number}"))
         record.refused(Job(f"refused {number}", f"name {number}"), "no")
     assert len(record) == 100
-    assert len(record._by_id) == 100
-    assert max(len(id) for id in record._by_id) <= MOST_ID
+    names = record._recent._by_name
+    assert len(names) == 100
+    assert max(map(len, names)) <= MOST_NAME
     assert len(record.waits) == len(record._overtakes) == 0
 
 

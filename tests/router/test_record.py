@@ -17,8 +17,8 @@ from router.events import (
     encode,
 )
 from router.placement import PLACEMENTS, build
-from router.record import MOST_FOUND
 from router.wire import pack_tokens
+from sglang_fair.common.record import MOST_FOUND
 
 
 def router(placement: str = "d2lpm-queue", workers: int = 3, **options: Any) -> Router:
@@ -112,7 +112,7 @@ def test_what_another_placed_and_what_is_lost_with_its_worker() -> None:
 def test_names_that_lie_hide_nobody_and_cost_no_memory() -> None:
     """Somebody calls ten thousand requests by the name of another one's."""
     made = router()
-    made.record.most = 100
+    made.record._recent._most = 100
     for number in range(10_000):
         made.handle(arrive(f"id{number}", f"liar{number}", request="name" + "x" * 1000), 1.0, b"g")
         made.handle(Done(f"id{number}"), 1.0, b"g")
@@ -123,5 +123,6 @@ def test_names_that_lie_hide_nobody_and_cost_no_memory() -> None:
     assert len(explained(made, "name", "liar")) == MOST_FOUND
     assert explained(made, "own", "liar") == ()
     assert len(made.record) == 100
-    assert sum(map(len, made.record._by_name.values())) == 100
+    assert len(made.record._by_id) == 100
+    assert sum(map(len, made.record._recent._by_name.values())) == 200
     assert "liar" not in repr(explained(made, "name", "victim"))
