@@ -8,12 +8,17 @@ reads CUDA_VISIBLE_DEVICES as numbers of that order, and fails on anything else.
 its UUID, and to replicas of one GPU alone: CUDA shows a process one MIG device only.
 """
 
+import importlib.util
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica
 from sglang_fair.common.marks import Marks
+from sglang_fair.common.provenance import cores
 
 ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Numbers mean what they mean to nvidia-smi. CUDA's own order begins with the fastest GPU."""
@@ -52,6 +57,38 @@ class Card:
     def gpus(self) -> tuple[Gpu, ...]:
         """The MIG devices of one that is divided, else the GPU itself."""
         return tuple(Gpu(part, part) for part in self.parts) or (Gpu(str(self.number), self.uuid),)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a cluster can run on. `gpus` are those that CUDA_VISIBLE_DEVICES allows, also where others use them."""
+
+    cores: int
+    gpus: tuple[Gpu, ...]
+    cuda_build: bool
+    """Whether the SGLang that is installed has its GPU kernels."""
+    python: str
+
+
+def look(environ: Mapping[str, str] = os.environ) -> Machine:
+    """The machine's resources at this moment."""
+    return Machine(
+        cores=cores(),
+        gpus=visible(listed(_nvidia_smi()), environ.get("CUDA_VISIBLE_DEVICES")),
+        cuda_build=importlib.util.find_spec("sgl_kernel") is not None,
+        python=sys.executable,
+    )
+
+
+def _nvidia_smi() -> str:
+    """The list of GPUs; empty if there is none."""
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout if found.returncode == 0 else ""
 
 
 def listed(text: str) -> tuple[Card, ...]:
@@ -97,47 +134,30 @@ def _uuids(card: Card) -> Iterator[tuple[str, Gpu]]:
     yield from zip(card.parts, card.gpus, strict=False)
 
 
-def choose(
-    gpus: Sequence[Gpu],
-    replicas: int,
-    each: int,
-    take: Callable[[str], bool],
-    give_back: Callable[..., None],
-) -> tuple[tuple[Gpu, ...], ...]:
-    """`each` of `gpus` for every one of `replicas`, the first that are free. All are taken, or none.
-
-    `take` takes a UUID, or returns False if another cluster has it. Raises `ConfigError` where so many are not
-    visible, and `GpusTaken` where they are not free.
-    """
+def take(options: Options, device: Device, gpus: Sequence[Gpu], marks: Marks) -> tuple[tuple[Gpu, ...], ...]:
+    """The GPUs of each replica, the first of `gpus` that are free, all or none of them taken in `marks`; none for
+    replicas on a CPU. Raises `ConfigError` where so many are not visible, `GpusTaken` where they are not free."""
+    if device == "cpu":
+        return ()
+    each = gpus_per_replica(options.extra)
     usable = [gpu for gpu in gpus if each == 1 or not gpu.is_part]
-    wanted = replicas * each
-    needs = (
-        f"{_counted(replicas, 'replica')} with {_counted(each, 'GPU')} each need {_counted(wanted, 'GPU')}"
-    )
+    wanted = options.replicas * each
+    needs = f"{_counted(options.replicas, 'replica')} with {_counted(each, 'GPU')} each need {_counted(wanted, 'GPU')}"
     if wanted > len(usable):
         parts = len(gpus) - len(usable)
         besides = f", besides {parts} MIG devices, which serve one process each" if parts else ""
         raise ConfigError(f"{needs}, {len(usable)} are visible{besides}")
     taken: list[Gpu] = []
     for gpu in usable:
-        if len(taken) == wanted:
-            break
-        if take(gpu.uuid):
+        if len(taken) < wanted and marks.take(gpu.uuid):
             taken.append(gpu)
     if len(taken) < wanted:
-        give_back(*(gpu.uuid for gpu in taken))
+        marks.give_back(*(gpu.uuid for gpu in taken))
         raise GpusTaken(
             f"{needs}; of {len(usable)} that are visible {len(taken)} are free, and clusters on this machine have "
             "the others"
         )
     return tuple(tuple(taken[at : at + each]) for at in range(0, wanted, each))
-
-
-def take(options: Options, device: Device, gpus: Sequence[Gpu], marks: Marks) -> tuple[tuple[Gpu, ...], ...]:
-    """The GPUs of each replica, taken from `gpus` in `marks`; none for replicas on a CPU. Raises as `choose` does."""
-    if device == "cpu":
-        return ()
-    return choose(gpus, options.replicas, gpus_per_replica(options.extra), marks.take, marks.give_back)
 
 
 def environment(gpus: Sequence[Gpu]) -> dict[str, str]:

@@ -1,31 +1,10 @@
-"""The supervisor's connection to the router: asks whether it answers, and reports replicas that die and return."""
+"""One question to the router, over a connection of its own."""
 
 from typing import Any
 
 from router.client import RouterClient, RouterGone
-from router.events import Query, Refuse, Snapshot, Swap, WorkerDown, WorkerDrain, WorkerUp
+from router.events import Query, Refuse, Snapshot, Swap
 from sglang_fair.common.curve import Keys
-
-
-class RouterLink(RouterClient):
-    """Tells a router about its workers. Messages sent while it is down reach its successor, in order. Connects when it
-    is made."""
-
-    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
-        super().__init__(endpoint, keys, beats=False)
-        self.start()
-
-    def up(self, worker: WorkerUp) -> None:
-        """`worker` serves again, with an empty cache."""
-        self.tell(worker)
-
-    def down(self, worker: WorkerUp) -> None:
-        """`worker` is gone."""
-        self.tell(WorkerDown(worker.worker))
-
-    def drain(self, worker: WorkerUp) -> None:
-        """`worker` must get no new requests; it is gone when it has none left."""
-        self.tell(WorkerDrain(worker.worker))
 
 
 async def router_answer(

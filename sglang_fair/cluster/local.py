@@ -4,13 +4,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from router.client import RouterClient
+from router.events import WorkerDown, WorkerDrain
 from sglang_fair.cluster import gpus
 from sglang_fair.cluster.control import Refused, Say
-from sglang_fair.cluster.gpus import GpusTaken
-from sglang_fair.cluster.link import RouterLink
+from sglang_fair.cluster.gpus import GpusTaken, Machine
 from sglang_fair.cluster.models import fewest
 from sglang_fair.cluster.options import ConfigError, Device, Options
-from sglang_fair.cluster.plan import Machine, Model, Process, agent_name, build, each_model, with_workers
+from sglang_fair.cluster.plan import Model, Process, agent_name, build, each_model, with_workers
 from sglang_fair.cluster.ports import Ports, PortTaken, Reservations, choose_replica
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import ReplicaState, number
@@ -85,7 +86,7 @@ class Local:
     def __init__(
         self,
         supervisor: Supervisor,
-        link: RouterLink,
+        link: RouterClient,
         plan: Callable[[int, str | None, Sequence[str]], Addition],
         freed: Callable[[Process], None],
     ) -> None:
@@ -131,12 +132,12 @@ class Local:
 
     def remind(self, name: str, known: Mapping[str, Any]) -> None:
         """The router drains it, or forgets it if it has died meanwhile."""
-        worker = self._spec(name).worker
-        assert worker is not None
         if self._supervisor.state(name) != "up":
-            self._link.down(worker)  # the supervisor no longer watches it, so nothing else reports this
+            self._link.tell(
+                WorkerDown(name)
+            )  # the supervisor no longer watches it, so nothing else reports this
         elif known.get("state") != "draining":
-            self._link.drain(worker)
+            self._link.tell(WorkerDrain(name))
 
     async def stop(self, name: str) -> None:
         """With its agent."""

@@ -12,7 +12,7 @@ from router.batches.folder import absolute
 from router.events import WorkerUp
 from router.gateway import limits
 from router.replica_lists import specs
-from sglang_fair.cluster.gpus import Gpu, environment
+from sglang_fair.cluster.gpus import Gpu, Machine, environment
 from sglang_fair.cluster.options import ConfigError, Device, Options, extra_argument, page_tokens
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
 from sglang_fair.core.cost import Cost, Linear, describe
@@ -74,17 +74,6 @@ LOADS_S = {"cpu": 600.0, "cuda": 9_600.0}
 "typically 10-20 mins" (compile_utils.py, at its start); 400 GB at 50 MB/s take 8,000 s."""
 
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a cluster can run on. `gpus` are those that CUDA_VISIBLE_DEVICES allows, also where others use them."""
-
-    cores: int
-    gpus: tuple[Gpu, ...]
-    cuda_build: bool
-    """Whether the SGLang that is installed has its GPU kernels."""
-    python: str
 
 
 @dataclass(frozen=True)

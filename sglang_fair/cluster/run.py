@@ -16,20 +16,19 @@ from pathlib import Path
 
 import msgspec
 
+from router.client import RouterClient
 from router.replica_lists import specs
 from sglang_fair.cluster import gpus, models, on_ray
-from sglang_fair.cluster import machine as machines
 from sglang_fair.cluster.child import kill_session
 from sglang_fair.cluster.console import ConsoleReporter, addresses, example, make_console, show
 from sglang_fair.cluster.control import Control, socket_path
-from sglang_fair.cluster.gpus import GpusTaken
-from sglang_fair.cluster.link import RouterLink, router_state
+from sglang_fair.cluster.gpus import GpusTaken, Machine
+from sglang_fair.cluster.link import router_state
 from sglang_fair.cluster.local import Additions, Local
 from sglang_fair.cluster.options import ConfigError, Device, Options, check
 from sglang_fair.cluster.plan import (
     LOCAL,
     FleetFiles,
-    Machine,
     Model,
     Plan,
     admin_url,
@@ -41,9 +40,8 @@ from sglang_fair.cluster.plan import (
 )
 from sglang_fair.cluster.ports import Ports, PortTaken, Reservations, choose, choose_one
 from sglang_fair.cluster.scale import ScaleUp
-from sglang_fair.cluster.scaling import scale_up
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
-from sglang_fair.cluster.workers import Workers
+from sglang_fair.cluster.workers import Workers, scale_up
 from sglang_fair.common import curve
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.files import read_json
@@ -97,7 +95,7 @@ async def _run(options: Options) -> int:
     if missing := missing_engine():
         raise ConfigError(missing)
     keys = _keys(options.keys)
-    machine = machines.look()
+    machine = gpus.look()
     wanted = {"auto": options.device, "emulated": "cpu"}.get(options.engine, options.engine)
     device = choose_device(wanted, machine) if options.ray is None else on_ray.device(wanted)
     with (
@@ -124,7 +122,7 @@ async def _run(options: Options) -> int:
         plan = build(options, device, machine, each, ports, taken, swaps, files)
         reporter = _reporter(options, device, found, names, plan, files, ports)
         added = Additions(
-            options, device, each, ports, reservations, gpu_marks, machines.look,
+            options, device, each, ports, reservations, gpu_marks, gpus.look,
             tuple(found.values()) if options.swap == models.ALL else (),
         )  # fmt: skip
         # With --ray, replicas are changed where they are known: in the fleet.
@@ -251,7 +249,9 @@ async def _supervise(
 ) -> int:
     assert plan.router is not None
     loop, was_up = asyncio.get_running_loop(), False
-    with contextlib.closing(RouterLink(plan.router, keys)) as link, contextlib.closing(reporter):
+    link = RouterClient(plan.router, keys, beats=False)
+    link.start()
+    with contextlib.closing(link), contextlib.closing(reporter):
         # A replica has its GPUs as long as it lives, even if we are killed before it.
         supervisor = Supervisor(
             plan, reporter, link=link,

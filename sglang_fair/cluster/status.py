@@ -3,8 +3,8 @@
 import json
 import urllib.error
 import urllib.request
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,6 +17,16 @@ TIMEOUT_S = 10.0
 MOST_ROWS = 6
 """Of a list that are shown."""
 
+AMOUNTS = {
+    "service": "service",
+    "computed": "extend_tokens",
+    "cached": "cached_tokens",
+    "output": "output_tokens",
+    "waiting": "waiting",
+    "running": "running",
+}
+"""Of a client, as `core.ledger` counts them: title and key."""
+
 Report = Mapping[str, Any]
 
 
@@ -26,20 +36,6 @@ class Unreachable(RuntimeError):
 
 class _KeyNeeded(Unreachable):
     """It answers 401."""
-
-
-@dataclass
-class ClientTotal:
-    """One client over all replicas. Tokens and service as `core.ledger` counts them."""
-
-    service: float = 0.0
-    extend_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    waiting: int = 0
-    running: int = 0
-    counters: dict[str, float | None] = field(default_factory=dict)
-    """The policy's counter for it in each replica: DLPM's deficit, VTC's counter."""
 
 
 def read(gateway: str) -> dict[str, Any]:
@@ -61,17 +57,27 @@ def read(gateway: str) -> dict[str, Any]:
     return {"gateway": front, "replicas": replicas, "locked": locked}
 
 
-def by_client(replicas: Mapping[str, Report | None]) -> dict[str, ClientTotal]:
-    """Clients and their totals, most served first."""
-    totals: dict[str, ClientTotal] = {}
+def by_client(replicas: Mapping[str, Report | None]) -> dict[str, dict[str, object]]:
+    """A row for each client, most served first: what all replicas have of it, and the policy's counter in each."""
+    totals: dict[str, Counter[str]] = defaultdict(Counter)
+    counters: dict[str, dict[str, object]] = defaultdict(dict)
     for name, report in replicas.items():
         for client, row in (report or {}).get("clients", {}).items():
-            total = totals.setdefault(client, ClientTotal())
-            total.service += row.get("service", 0.0)
-            for amount in ("extend_tokens", "cached_tokens", "output_tokens", "waiting", "running"):
-                setattr(total, amount, getattr(total, amount) + row.get(amount, 0))
-            total.counters[name] = row.get("counter", row.get("deficit"))
-    return dict(sorted(totals.items(), key=lambda item: (-item[1].service, item[0])))
+            totals[client].update({title: row.get(key, 0) for title, key in AMOUNTS.items()})
+            policy = f"{(report or {}).get('policy', '?')} {name}"
+            counters[client][policy] = row.get("counter", row.get("deficit"))
+    served = sum(row["service"] for row in totals.values())
+    return {
+        client: {
+            "client": client,
+            **{
+                title: row[title] if title != "share" else f"{row['service'] / served:.0%}" if served else ""
+                for title in ("service", "share", *AMOUNTS)
+            },
+            **counters[client],
+        }
+        for client, row in sorted(totals.items(), key=lambda item: (-item[1]["service"], item[0]))
+    }
 
 
 def render(status: Mapping[str, Any]) -> RenderableType:
@@ -82,7 +88,7 @@ def render(status: Mapping[str, Any]) -> RenderableType:
     locked: Collection[str] = status.get("locked", ())
     throttle, classes = front.get("throttle", {}), front.get("gateway", {}).get("classes", {})
     parts: list[RenderableType] = [
-        _clients(replicas),
+        _table("clients", [*by_client(replicas).values()], ("client", "service", "share", *AMOUNTS)),
         _workers(front, replicas, locked),
         *sections("throttle", throttle if throttle.get("kind", "none") != "none" else {}),
         *sections("queues", front.get("queues") or {}),
@@ -142,28 +148,6 @@ def _shown(value: object) -> str:
     if isinstance(value, float) and abs(value) < 1000:
         return f"{value:.3g}"
     return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
-
-
-def _clients(replicas: Mapping[str, Report | None]) -> Table:
-    totals = by_client(replicas)
-    served = sum(total.service for total in totals.values())
-    headings = ("client", "service", "share", "computed", "cached", "output", "waiting", "running")
-    return _table("clients", [
-        {
-            "client": client,
-            "service": total.service,
-            "share": f"{total.service / served:.0%}" if served else "",
-            "computed": total.extend_tokens,
-            "cached": total.cached_tokens,
-            "output": total.output_tokens,
-            "waiting": total.waiting,
-            "running": total.running,
-        } | {
-            f"{(report or {}).get('policy', '?')} {name}": total.counters.get(name)
-            for name, report in replicas.items()
-        }
-        for client, total in totals.items()
-    ], headings)  # fmt: skip
 
 
 def model_of(swap: Mapping[str, Any]) -> str:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import assert_never
 
+from router.client import RouterClient
+from router.events import WorkerDown
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.console import ConsoleReporter
-from sglang_fair.cluster.link import RouterLink, router_state
+from sglang_fair.cluster.link import router_state
 from sglang_fair.cluster.plan import (
     DISPENSABLE,
     START_ORDER,
@@ -48,7 +50,7 @@ class Supervisor:
         reporter: ConsoleReporter,
         *,
         rule: RestartRule | None = None,
-        link: RouterLink | None = None,
+        link: RouterClient | None = None,
         inherited: Callable[[Process], Sequence[int]] = lambda spec: (),
     ) -> None:
         """Starts nothing yet. `link` reports replicas that die and return to the router; `inherited` says which of our
@@ -298,13 +300,13 @@ class Supervisor:
 
     def _report_down(self, spec: Process) -> None:
         if self._link is not None and spec.worker is not None:
-            self._link.down(spec.worker)
+            self._link.tell(WorkerDown(spec.worker.worker))
 
     def _report_up(self, spec: Process) -> None:
         if self._link is None:
             return
         if spec.worker is not None:
-            self._link.up(spec.worker)
+            self._link.tell(spec.worker)
         if spec.role == "router":  # a new router takes all workers on its command line to be up
             for replica in self._plan.of("replica"):
                 child = self._children.get(replica.name)  # a replica that is being added has none yet

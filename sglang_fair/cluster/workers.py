@@ -9,7 +9,7 @@ Where replicas run, and how they are started and stopped there, a `Crew` knows.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,11 +18,13 @@ import aiohttp
 from router.events import Refuse, Swap
 from sglang_fair.cluster.control import Refused, Say
 from sglang_fair.cluster.link import router_answer, router_state
+from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.status import model_of
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.service_keys import replica_key
 
 POLL_S = 0.2
+LOOK_S = 1.0
 KNOWN_S = 5.0
 """Longest wait until the router knows a new replica."""
 
@@ -36,6 +38,10 @@ PHASES = {
     "empties": "what runs there finishes",
     "loads": "it loads",
 }
+
+
+Add = Callable[[Say, str | None], Awaitable[Any]]
+"""As `Workers.add`."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,33 @@ class Workers:
                 return True
             await asyncio.sleep(POLL_S)
         return False
+
+
+async def scale_up(
+    rule: ScaleUp, queues: Callable[[], Awaitable[dict[str, Any] | None]], add: Add, say: Say
+) -> None:
+    """Starts replicas while the router's `queues` are short of them, as `rule` has it, until it is cancelled."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        found = (await queues() or {}).get("shortage")
+        shortage = found if isinstance(found, dict) else {}
+        model = rule.look(shortage, clock())
+        if model is not None:
+            which = f" of {model}" if model else ""
+            more = shortage.get("more") or f"at least {shortage.get('least')}"
+            say(
+                f"scale-up {rule.added + 1} of {rule.most}: one more replica{which} is started, because deadlines "
+                f"cannot be met ({more} more would do: {shortage.get('why', '')})"
+            )
+            try:
+                row = await add(say, model or None)
+            except Refused as error:
+                rule.failed(clock())
+                say(f"scale-up: none could be started; tried again in {rule.retry_s:.0f} s: {error}")
+            else:
+                rule.started(clock())
+                say(f"scale-up: {row.name} serves; {rule.most - rule.added} more may be started")
+        await asyncio.sleep(LOOK_S)
 
 
 async def is_at_work(url: str) -> bool:

@@ -1,7 +1,6 @@
 """The cluster: what is refused, what is planned, and supervision, with small processes for engines."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -21,16 +20,15 @@ import zmq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.events import Query, Snapshot, WorkerUp, decode_answer, encode
+from router.client import RouterClient
+from router.events import Query, Snapshot, WorkerDown, WorkerUp, decode_answer, encode
 from sglang_fair.cluster.child import Child, session_members
 from sglang_fair.cluster.console import example as example_request
-from sglang_fair.cluster.gpus import Gpu
-from sglang_fair.cluster.link import RouterLink
+from sglang_fair.cluster.gpus import Gpu, Machine
 from sglang_fair.cluster.options import ConfigError, Options, check, extra_argument
 from sglang_fair.cluster.plan import (
     HttpReady,
     LineReady,
-    Machine,
     Model,
     Plan,
     Process,
@@ -378,14 +376,8 @@ class Told:
     def __init__(self) -> None:
         self.news: list[str] = []
 
-    def up(self, worker: WorkerUp) -> None:
-        self.news.append(f"{worker.worker} up")
-
-    def down(self, worker: WorkerUp) -> None:
-        self.news.append(f"{worker.worker} down")
-
-    def close(self) -> None:
-        pass
+    def tell(self, event: WorkerUp | WorkerDown) -> None:
+        self.news.append(f"{event.worker} {'up' if isinstance(event, WorkerUp) else 'down'}")
 
 
 SERVES = """
@@ -714,13 +706,13 @@ class TestSupervisor:
 
         async def run() -> None:
             record = Record()
-            with contextlib.closing(RouterLink(endpoint)) as link:
+            async with RouterClient(endpoint, beats=False) as link:
                 supervisor = Supervisor(Plan((router, fleet), endpoint), record)
                 running = asyncio.create_task(supervisor.run())
                 for name in ("r0", "r1"):
                     await until(lambda: "router" in record.ready and ("fleet", "starts") in record.lines)
                     assert "fleet" not in record.ready
-                    link.up(WorkerUp(name, f"http://{name}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+                    link.tell(WorkerUp(name, f"http://{name}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
                     await until(lambda name=name: name in workers(endpoint))
                 await until(lambda: "fleet" in record.ready)
                 supervisor.stop()

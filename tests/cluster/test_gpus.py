@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_fair.cluster.control import Refused, ask, socket_path
-from sglang_fair.cluster.gpus import GpusTaken, choose, listed, take, visible
+from sglang_fair.cluster.gpus import GpusTaken, Machine, listed, take, visible
 from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.options import ConfigError, Options, check
-from sglang_fair.cluster.plan import Machine, build
+from sglang_fair.cluster.plan import build
 from sglang_fair.cluster.ports import Ports, ReplicaPorts, Reservations
 from sglang_fair.common.marks import Marks
 from tests.cluster.test_cluster import GPU_MACHINE, MODEL, PORTS, of_our_own
@@ -82,32 +82,28 @@ def test_one_gpu_has_one_name_however_it_was_called() -> None:
     assert visible(cards, "2")[0].uuid == "GPU-bb33"
 
 
-def test_a_mig_device_serves_one_process() -> None:
-    gpus = visible(listed(DIVIDED), None)
-    assert choose(gpus, 3, 1, lambda uuid: True, print)[1][0].name == "MIG-2222-b"
-    with pytest.raises(
-        ConfigError, match="1 are visible, besides 2 MIG devices, which serve one process each"
-    ):
-        choose(gpus, 1, 2, lambda uuid: True, print)
+def cuda(replicas: int, each: int) -> Options:
+    return Options(device="cuda", replicas=replicas, extra=("--tp", str(each)))
 
 
+@LINUX
 def test_too_few_are_visible_or_free() -> None:
-    def never(uuid: str) -> bool:
-        raise AssertionError(uuid)
-
-    with pytest.raises(ConfigError, match="2 replicas with 8 GPUs each need 16 GPUs, 8 are visible"):
-        choose(GPU_MACHINE.gpus, 2, 8, never, never)
-    taken: list[str] = []
-
-    def take_even(uuid: str) -> bool:
-        taken.append(uuid)
-        return int(uuid[-1]) % 2 == 0
-
-    with pytest.raises(
-        GpusTaken, match="3 replicas with 2 GPUs each need 6 GPUs; of 8 that are visible 4 are free"
-    ):
-        choose(GPU_MACHINE.gpus, 3, 2, take_even, lambda *uuids: [taken.remove(uuid) for uuid in uuids])
-    assert all(int(uuid[-1]) % 2 for uuid in taken), "what was taken for nothing is given back"
+    parts = visible(listed(DIVIDED), None)
+    with contextlib.closing(Marks(kind())) as marks:
+        assert take(cuda(3, 1), "cuda", parts, marks)[1][0].name == "MIG-2222-b"
+        with pytest.raises(
+            ConfigError, match="1 are visible, besides 2 MIG devices, which serve one process each"
+        ):
+            take(cuda(1, 2), "cuda", parts, marks)
+        with pytest.raises(ConfigError, match="2 replicas with 8 GPUs each need 16 GPUs, 8 are visible"):
+            take(cuda(2, 8), "cuda", GPU_MACHINE.gpus, marks)
+        for number in (1, 3, 5, 7):
+            assert marks.take(f"GPU-{number}")
+        with pytest.raises(
+            GpusTaken, match="3 replicas with 2 GPUs each need 6 GPUs; of 8 that are visible 4 are free"
+        ):
+            take(cuda(3, 2), "cuda", GPU_MACHINE.gpus, marks)
+        assert take(cuda(2, 2), "cuda", GPU_MACHINE.gpus, marks), "what was taken for nothing is given back"
 
 
 def test_a_replica_is_told_its_gpus_by_the_numbers_of_nvidia_smi() -> None:
@@ -223,10 +219,10 @@ def test_a_gpu_is_free_when_cluster_and_replica_are_gone() -> None:
 
 CLUSTER = """
     import dataclasses, sys
-    from sglang_fair.cluster import machine, options, run
+    from sglang_fair.cluster import gpus, options, run
 
-    look = machine.look
-    machine.look = lambda: dataclasses.replace(look(), cuda_build=True, python=sys.argv[1])
+    look = gpus.look
+    gpus.look = lambda: dataclasses.replace(look(), cuda_build=True, python=sys.argv[1])
     sys.exit(run.run_cluster(options.Options(
         device="cuda", model="tiny", port=0, json=True, replicas=int(sys.argv[2]), extra=tuple(sys.argv[3:])
     )))

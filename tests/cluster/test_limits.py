@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from sglang_fair.cluster.__main__ import main
+from sglang_fair.cluster.gpus import Machine
 from sglang_fair.cluster.options import Options
-from sglang_fair.cluster.plan import Machine, Model, build
+from sglang_fair.cluster.plan import Model, build
 from sglang_fair.cluster.ports import choose
 
 

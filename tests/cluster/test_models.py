@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from router.__main__ import workers as workers_of
 from router.gateway.__main__ import check as check_gateway
+from sglang_fair.cluster.gpus import Machine
 from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.models import dealt, fewest, in_turn, loadable
 from sglang_fair.cluster.options import ConfigError, Options, check
-from sglang_fair.cluster.plan import Machine, Model, Process, build
+from sglang_fair.cluster.plan import Model, Process, build
 from sglang_fair.cluster.ports import Reservations, choose
 from sglang_fair.common.marks import Marks
 from sglang_fair.settings.program import parse

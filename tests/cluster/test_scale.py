@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_fair.cluster.control import Refused, Say
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.scale import ScaleUp
-from sglang_fair.cluster.scaling import scale_up
+from sglang_fair.cluster.workers import scale_up
 from tests.support.budget import examples
 
 SHORT = {"more": 2, "least": 1, "models": {"b": 1, "a": 1, "c": 0}, "why": "work", "for_s": 3.0}
@@ -98,7 +98,7 @@ def test_never_more_than_it_may_and_never_two_within_the_time(
 
 
 def test_replicas_are_started_and_what_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_fair.cluster.scaling.LOOK_S", 0.0)
+    monkeypatch.setattr("sglang_fair.cluster.workers.LOOK_S", 0.0)
     said: list[str] = []
     asked: list[str | None] = []
 

@@ -18,13 +18,13 @@ import psutil
 import pytest
 import zmq
 
+from router.client import RouterClient
 from router.core import Router
 from router.events import Arrive, Done, Place, WorkerUp, decode_answer, encode
 from router.placement import build as build_placement
 from router.shell import Shell
 from sglang_fair.cluster import control
 from sglang_fair.cluster.control import Control, Refused, Say, ask, own_folder
-from sglang_fair.cluster.link import RouterLink
 from sglang_fair.cluster.local import Additions, Local
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import Process, build
@@ -270,7 +270,9 @@ def changing(body: Callable[[Changed, str], Awaitable[None]]) -> None:
     """Runs `body` beside a supervisor of r0, r1, a router and a gateway; none is left."""
 
     async def main() -> None:
-        with router_thread() as endpoint, contextlib.closing(RouterLink(endpoint)) as link:
+        async with contextlib.AsyncExitStack() as stack:
+            endpoint = stack.enter_context(router_thread())
+            link = await stack.enter_async_context(RouterClient(endpoint, beats=False))
             plan = replace(cluster(program("r0", SERVES), program("r1", SERVES)), router=endpoint)
             record, up, freed = Record(), asyncio.Event(), []
             record.when_up = up.set

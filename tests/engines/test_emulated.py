@@ -10,8 +10,9 @@ import httpx
 import numpy as np
 import pytest
 
+from sglang_fair.cluster.gpus import Machine
 from sglang_fair.cluster.options import ConfigError, Options, check
-from sglang_fair.cluster.plan import LineReady, Machine, Model, build
+from sglang_fair.cluster.plan import LineReady, Model, build
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
 from sglang_fair.engines import replica
 from sglang_fair.engines.emulated import settings
