@@ -1,9 +1,9 @@
 """`python -m router`: the router process, from command line to clean exit."""
 
+import asyncio
 import logging
 import signal
 import sys
-import threading
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from router.placement import build, parameters, parse_value
 from router.replica_lists import specs
 from router.replica_lists.follow import follow
 from router.replica_lists.sources import DnsName, ReplicaFile, Source
-from router.shell import Shell, beside
+from router.shell import Shell
 from router.suspects import Suspects
 from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common import tls
@@ -155,16 +155,12 @@ def serve(settings: table.Router) -> int:
         )
     except (ValueError, zmq.ZMQError) as error:
         raise Mistake(f"cannot bind {settings.bind}: {error}") from None
-    leaving = threading.Event()
+    leaving = asyncio.Event()
 
     def end(number: int, _: object) -> None:
-        if number != signal.SIGTERM or leaving.is_set() or listener is None:
-            shell.stop()
-            return
+        has_notice = number == signal.SIGTERM and not leaving.is_set() and listener is not None
         leaving.set()
-        later = threading.Timer(settings.notice_s, shell.stop)
-        later.daemon = True
-        later.start()
+        shell.stop(settings.notice_s if has_notice else 0.0)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
@@ -178,9 +174,8 @@ def serve(settings: table.Router) -> int:
             jobs.append(http.serve(listener, shell, tls_of, leaving, named(settings.names)))
         if listed := sources(settings):
             jobs.append(follow(listed, shell, tls.authorities(settings.replica_ca)))
-        with beside(*jobs):
-            print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)
-            shell.run()
+        print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)
+        shell.run(*jobs)
     finally:
         shell.close()
     return 0

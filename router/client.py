@@ -11,9 +11,6 @@ throttled. What a question says of its deadline is computed anew each time.
 
 What needs no answer leaves with the next question, or `TELL_S` later: each message that leaves by itself wakes threads
 here and in the router. All leave in order.
-
-ZMQ makes the socket's descriptor readable once for any number of messages, and sending may reset it. So the socket is
-read until it is empty, and checked again after each message that is sent.
 """
 
 import asyncio
@@ -21,7 +18,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -39,7 +36,7 @@ from router.events import (
     encode,
 )
 from router.silence import ActiveClock
-from router.sockets import has_come
+from router.sockets import Reader
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Keys, Refusals
 
@@ -54,8 +51,6 @@ ASK_AGAIN_S = 1.0
 TELL_S = 0.001
 REOPEN_S = 1.0
 """Between two attempts at a router that refuses our key."""
-MESSAGES_PER_TURN = 256
-"""Read in a row before other tasks of the event loop run."""
 
 Kind = TypeVar("Kind", bound=Answer)
 
@@ -157,11 +152,11 @@ class RouterClient:
         """By `_time`."""
         self._beating: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes]
+        self._reader: Reader | None = None
         self._refusals: Refusals | None = None
         self._reopen_s = float("-inf")
         self._has_complained_of_keys = False
-        self._is_open = self._will_read = self._has_complained = False
+        self._has_complained = False
 
     def start(self) -> None:
         """Connects in the background, whether or not a router is there yet."""
@@ -175,8 +170,7 @@ class RouterClient:
         if self._beating is not None:
             self._beating.cancel()
         self._tell_all()
-        if self._is_open:
-            self._shut(None if self._beats else 0)
+        self._shut(None if self._beats else 0)
         if self._context is not None:
             self._context.term()
 
@@ -229,8 +223,7 @@ class RouterClient:
 
     def _open(self) -> None:
         assert self._context is not None
-        self._socket = self._context.socket(zmq.DEALER)
-        self._is_open = True
+        socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 500),
             (zmq.IMMEDIATE, int(self._beats)),
@@ -239,25 +232,23 @@ class RouterClient:
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 1000),
         ):
-            self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.IDENTITY, b"g" + uuid.uuid4().bytes)
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.IDENTITY, b"g" + uuid.uuid4().bytes)
         if self._keys is not None:
-            self._keys.connect(self._socket, "router")
-            self._refusals = Refusals(self._socket)
-        self._socket.connect(self.address)
-        asyncio.get_running_loop().add_reader(self._descriptor, self._read)
-
-    @property
-    def _descriptor(self) -> int:
-        return cast(int, self._socket.getsockopt(zmq.FD))
+            self._keys.connect(socket, "router")
+            self._refusals = Refusals(socket)
+        socket.connect(self.address)
+        self._reader = Reader(
+            asyncio.get_running_loop(), socket, lambda: self._take(socket.recv_multipart(zmq.NOBLOCK))
+        )
 
     def _shut(self, linger_ms: int | None = None) -> None:
-        asyncio.get_running_loop().remove_reader(self._descriptor)
-        self._is_open = False
         if self._refusals is not None:
             self._refusals.close()
             self._refusals = None
-        self._socket.close(linger_ms)
+        if self._reader is not None:
+            self._reader.close(linger_ms)
+            self._reader = None
 
     def _reopen(self) -> None:
         self._shut(0)
@@ -278,20 +269,15 @@ class RouterClient:
         return self._send(message)
 
     def _send(self, message: bytes) -> bool:
-        if not self._is_open:
+        if self._reader is None:
             return False
         try:
-            self._socket.send(message, zmq.NOBLOCK)
+            self._reader.socket.send(message, zmq.NOBLOCK)
         except zmq.Again:
             return False
         finally:
-            self._read_soon()
+            self._reader.look()
         return True
-
-    def _read_soon(self) -> None:
-        if not self._will_read and has_come(self._socket):
-            self._will_read = True
-            asyncio.get_running_loop().call_soon(self._read)
 
     async def _beat(self) -> None:
         while True:
@@ -313,18 +299,6 @@ class RouterClient:
             self._has_complained_of_keys = True
             log.error("the router at %s and this process do not have each other's keys", self.address)
         self._reopen()
-
-    def _read(self) -> None:
-        self._will_read = False
-        for _ in range(MESSAGES_PER_TURN):
-            if not self._is_open or not has_come(self._socket):
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(frames)
-        self._read_soon()
 
     def _take(self, frames: list[bytes]) -> None:
         if frames == [HEARTBEAT_ANSWER]:

@@ -553,7 +553,7 @@ Answer = Place | Refuse | Held | Cut | Difference | Workers | Snapshot | Explain
 Action = tuple[bytes, Answer]
 """(peer, answer): send `answer` to `peer`, whose question it answers."""
 
-_EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_EVENTS: msgspec.msgpack.Decoder[PeerEvent] = msgspec.msgpack.Decoder(PeerEvent)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -563,8 +563,8 @@ def encode(message: Event | Answer) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode_event(data: bytes) -> Event:
-    """The event in `data`. Raises `ProtocolError` if it is not one."""
+def decode_event(data: bytes) -> PeerEvent:
+    """The event in `data`. Raises `ProtocolError` if it is not one that peers may send."""
     try:
         return _EVENTS.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

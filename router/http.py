@@ -1,19 +1,18 @@
 """The router's HTTP server: whether it lives, whether it can place, and its numbers for Prometheus.
 
-    GET /healthz    200: the loop that places requests answers; 503: it has not for `ANSWER_S`
+    GET /healthz    200: the loop that places requests answers; one that hangs answers nothing
     GET /readyz     200: and there is a replica that takes requests; 503 from SIGTERM on
     GET /metrics
 
-It names no client, so it needs no key; pages of other sites get no numbers (`common.guard`). It runs in another thread
-than the loop and asks it by `Shell.call`, so the loop has nothing to wait for, and one that hangs is noticed.
+It names no client, so it needs no key; pages of other sites get no numbers (`common.guard`). It runs in the loop that
+places requests.
 """
 
 import asyncio
 import socket
 import ssl
-import threading
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from aiohttp import web
 
@@ -24,10 +23,7 @@ from sglang_fair.common.guard import objection
 from sglang_fair.metrics import exposition
 from sglang_fair.metrics.table import PLAN_OUTCOMES, REASONS, STATES
 
-Found = TypeVar("Found")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-ANSWER_S = 2.0
 
 ENDINGS = get_args(Outcome)
 
@@ -36,12 +32,26 @@ async def serve(
     listener: socket.socket,
     shell: Shell,
     tls: ssl.SSLContext | None = None,
-    leaving: threading.Event | None = None,
+    leaving: asyncio.Event | None = None,
     names: Collection[str] = (),
 ) -> None:
     """Serves at `listener`, which is closed at the end, until it is cancelled; with `tls` over https. Once `leaving` is
     set it is not ready. `names`: those of this machine by which a page may call it."""
-    pages = Pages(shell, leaving or threading.Event())
+
+    async def healthz(_: web.Request) -> web.Response:
+        return _short(True)
+
+    async def readyz(_: web.Request) -> web.Response:
+        if leaving is not None and leaving.is_set():
+            return _short(False, "the router is about to end")
+        known = shell.listing()
+        out = {*known.draining, *known.sick}
+        takes = any(up.worker not in out for up in known.workers)
+        return _short(takes, "there is no replica that takes requests")
+
+    async def metrics(_: web.Request) -> web.Response:
+        page = exposition.text(rows(shell.snapshot()))
+        return web.Response(body=page, headers={"content-type": exposition.CONTENT_TYPE})
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -50,57 +60,12 @@ async def serve(
         return await handler(request) if why is None else web.json_response({"status": why}, status=403)
 
     app = web.Application(middlewares=[guard])
-    app.add_routes(
-        [
-            web.get("/healthz", pages.healthz),
-            web.get("/readyz", pages.readyz),
-            web.get("/metrics", pages.metrics),
-        ]
-    )
+    app.add_routes([web.get(f"/{page.__name__}", page) for page in (healthz, readyz, metrics)])
     async with bounded.serving(app, listener, tls):
         await asyncio.Event().wait()
 
 
-class Pages:
-    """The answers."""
-
-    def __init__(self, shell: Shell, leaving: threading.Event) -> None:
-        self._shell = shell
-        self._leaving = leaving
-
-    async def healthz(self, _: web.Request) -> web.Response:
-        """Whether the loop answers."""
-        return _short(await self._ask(lambda: True) is not None, "the router does not answer")
-
-    async def readyz(self, _: web.Request) -> web.Response:
-        """Whether it can place, and will for a while."""
-        if self._leaving.is_set():
-            return _short(False, "the router is about to end")
-        known = await self._ask(self._shell.listing)
-        if known is None:
-            return _short(False, "the router does not answer")
-        out = {*known.draining, *known.sick}
-        return _short(
-            any(up.worker not in out for up in known.workers), "there is no replica that takes requests"
-        )
-
-    async def metrics(self, _: web.Request) -> web.Response:
-        """The page; 503 if the loop does not answer."""
-        found = await self._ask(self._shell.snapshot)
-        if found is None:
-            return _short(False, "the router does not answer")
-        page = exposition.text(rows(found))
-        return web.Response(body=page, headers={"content-type": exposition.CONTENT_TYPE})
-
-    async def _ask(self, what: Callable[[], Found]) -> Found | None:
-        """What the loop finds; None if it does not in time."""
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._shell.call(what)), ANSWER_S)
-        except TimeoutError:
-            return None
-
-
-def _short(is_ok: bool, otherwise: str) -> web.Response:
+def _short(is_ok: bool, otherwise: str = "") -> web.Response:
     return web.json_response(
         {"status": "ok"} if is_ok else {"status": otherwise}, status=200 if is_ok else 503
     )

@@ -13,12 +13,16 @@ What no replay can bring back is counted as lost and passed over. KV events are 
 some predicts fewer hits or hits that are gone, but no answer becomes wrong.
 """
 
+import asyncio
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
-from router.events import CacheEvent, Cleared, Load, ProtocolError
+from router.events import CacheEvent, Cleared, ProtocolError, ReplicaEvent, WorkerUp
+from router.sockets import Reader, has_come
 from router.wire import (
     END_OF_REPLAY,
     decode_kv_batch,
@@ -28,6 +32,8 @@ from router.wire import (
     published_s,
 )
 from sglang_fair.common.curve import Keys
+
+log = logging.getLogger("router")
 
 MAX_HELD_BATCHES = 20_000
 """Batches held while a replay is under way; beyond, the gap is passed over."""
@@ -177,143 +183,142 @@ class Follower:
             self._expected += 1
             try:
                 batch = decode_kv_batch(self.worker, payload)
-            except ProtocolError:
+            except ProtocolError as error:
+                self._complain(self.counts.unreadable_batches, f"a batch cannot be read: {error}")
                 self.counts.unreadable_batches += 1
                 continue
             self.counts.applied_batches += 1
-            self.counts.skipped_events += batch.skipped
+            if batch.skipped:
+                self._complain(self.counts.skipped_events, "an event cannot be read")
+                self.counts.skipped_events += batch.skipped
             self._published_s = max(self._published_s, batch.published_s)
             events += batch.events
         return events
 
-
-class LoadFeed:
-    """The socket to what one replica says of its load. Of what has come only the latest matters."""
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        worker: str,
-        address: str,
-        keys: Keys | None = None,
-    ) -> None:
-        """Connects; with `keys`, to a replica that has its own. Raises `zmq.ZMQError` for a malformed address."""
-        self.address = address
-        self._worker = worker
-        self.socket = context.socket(zmq.SUB)
-        try:
-            for option, value in (
-                (zmq.LINGER, 0),
-                (zmq.RCVHWM, 1000),
-                (zmq.HEARTBEAT_IVL, 5_000),
-                (zmq.RECONNECT_IVL_MAX, RECONNECT_MS),
-            ):
-                self.socket.setsockopt(option, value)
-            self.socket.setsockopt(zmq.SUBSCRIBE, b"")
-            if keys is not None:
-                keys.connect(self.socket, "replica")
-            self.socket.connect(address)
-        except zmq.ZMQError:
-            self.close()
-            raise
-
-    def latest(self) -> Load | None:
-        """The latest load that has come, if any. Raises `ProtocolError` if it cannot be read."""
-        frames = None
-        try:
-            while True:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None if frames is None else decode_load(self._worker, frames)
-
-    def close(self) -> None:
-        """Calling it twice is harmless."""
-        self.socket.close(0)
+    def _complain(self, before: int, what: str) -> None:
+        if not before:
+            log.warning("worker %s: %s (said once)", self.worker, what[:300])
 
 
 class Replica:
-    """The sockets to one replica's KV events: SUB for its stream, and DEALER for replays if it offers them."""
+    """The sockets to one replica: SUB for its KV events and for its load, DEALER for replays if it offers them."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        worker: str,
-        kv: str,
-        replay: str | None,
-        keys: Keys | None = None,
+        up: WorkerUp,
+        keys: Keys | None,
+        loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float],
+        tell: Callable[[ReplicaEvent], None],
+        note: Callable[[str, str], None],
     ) -> None:
-        """Connects; with `keys`, to a replica that has its own. Raises `zmq.ZMQError` for a malformed address."""
-        self.kv, self.replay = kv, replay
-        self._keys = keys
-        self.follower = Follower(worker, can_replay=replay is not None)
-        self._context = context
-        self.replay_socket: zmq.Socket[bytes] | None = None
-        self.kv_socket = context.socket(zmq.SUB)
+        """Connects; with `keys`, to a replica that has its own. `tell` gets its events, `note` what cannot be read, by
+        its kind. Raises `zmq.ZMQError` for a malformed address."""
+        self.addresses = addresses_of(up)
+        self.follower = Follower(up.worker, can_replay=up.kv is not None and up.replay is not None)
+        self._context, self._keys, self._loop = context, keys, loop
+        self._clock, self._tell, self._note = clock, tell, note
+        self._readers: dict[str, Reader] = {}
         try:
-            self.kv_socket.setsockopt(zmq.LINGER, 0)
-            self.kv_socket.setsockopt(zmq.RCVHWM, 100_000)
-            self.kv_socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
-            self.kv_socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
-            self.kv_socket.setsockopt(zmq.SUBSCRIBE, b"")
-            if keys is not None:
-                keys.connect(self.kv_socket, "replica")
-            self.kv_socket.connect(kv)
-            self.open_replay()
+            if up.kv is not None:
+                self._open("kv", zmq.SUB, up.kv, self._take_kv)
+            if up.load is not None:
+                self._open("load", zmq.SUB, up.load, self._take_load)
+            self._open_replay()
         except zmq.ZMQError:
             self.close()
             raise
+        self._ask_replay()
 
-    def open_replay(self) -> None:
-        """Opens a new replay socket. Answers to what was asked on the old one are dropped with it."""
+    def give_up_after(self, timeout_s: float) -> None:
+        """Passes over a gap that has waited for its replay for longer."""
+        self._pass_on(self.follower.give_up_after(timeout_s, self._clock()))
+
+    def close(self) -> None:
+        """Calling it twice is harmless."""
+        for reader in self._readers.values():
+            reader.close()
+
+    def _open(self, name: str, kind: int, address: str, take: Callable[[list[bytes]], None]) -> None:
+        source = self._context.socket(kind)
+        try:
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.RCVHWM, 100_000),
+                (zmq.HEARTBEAT_IVL, 5_000),
+                (zmq.RECONNECT_IVL_MAX, RECONNECT_MS),
+            ):
+                source.setsockopt(option, value)
+            if kind == zmq.SUB:
+                source.setsockopt(zmq.SUBSCRIBE, b"")
+            if self._keys is not None:
+                self._keys.connect(source, "replica")
+            source.connect(address)
+        except zmq.ZMQError:
+            source.close(0)
+            raise
+
+        def receive() -> None:
+            try:
+                take(source.recv_multipart(zmq.NOBLOCK))
+            except ProtocolError as error:
+                self._note(
+                    "load" if name == "load" else "kv frames", f"worker {self.follower.worker}: {error}"
+                )
+
+        self._readers[name] = Reader(self._loop, source, receive)
+
+    def _open_replay(self) -> None:
+        """Answers to what was asked on the socket before are dropped with it."""
         self.follower.reopen = False
-        if self.replay is None:
-            return
-        if self.replay_socket is not None:
-            self.replay_socket.close(0)
-        self.replay_socket = self._context.socket(zmq.DEALER)
-        self.replay_socket.setsockopt(zmq.LINGER, 0)
-        self.replay_socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
-        if self._keys is not None:
-            self._keys.connect(self.replay_socket, "replica")
-        self.replay_socket.connect(self.replay)
+        if (before := self._readers.pop("replay", None)) is not None:
+            before.close()
+        _, replay, _ = self.addresses
+        if replay is not None:
+            self._open("replay", zmq.DEALER, replay, self._take_replay)
 
-    def ask_replay(self, now_s: float) -> bool:
-        """Asks for a replay if the follower wants one. Returns whether the replay socket is a new one."""
-        reopened = self.follower.reopen
-        if reopened:
-            self.open_replay()
-        if self.follower.ask_from is not None and self.replay_socket is not None:
-            # Never blocks: at most one request is under way on a socket.
-            self.replay_socket.send_multipart([b"", encode_sequence(self.follower.ask_from)], zmq.NOBLOCK)
-            self.follower.asked(now_s)
-        return reopened
+    def _take_kv(self, frames: list[bytes]) -> None:
+        """`[topic, number, batch]`"""
+        if len(frames) != 3 or (sequence := decode_sequence(frames[1])) < 0:
+            raise ProtocolError(f"a KV message has 3 frames and a number, not {frames!r:.100}")
+        self._pass_on(self.follower.live(sequence, frames[2], self._clock()))
 
-    def on_kv(self, frames: list[bytes], now_s: float) -> list[CacheEvent]:
-        """A message of the stream, `[topic, number, batch]`. Raises `ProtocolError` for any other shape."""
-        if len(frames) != 3:
-            raise ProtocolError(f"a KV message has 3 frames, not {len(frames)}")
-        sequence = decode_sequence(frames[1])
-        if sequence < 0:
-            raise ProtocolError(f"a KV message has the number {sequence}")
-        return self.follower.live(sequence, frames[2], now_s)
-
-    def on_replay(self, frames: list[bytes]) -> list[CacheEvent]:
-        """An answer to a replay request, `["", topic, number, batch]`. Raises `ProtocolError` for any other shape."""
+    def _take_replay(self, frames: list[bytes]) -> None:
+        """`["", topic, number, batch]`"""
         if len(frames) == 2 and frames[0] == b"":
             # Our own request: the socket is connected to itself, see HEARTBEAT_ANSWER.
             self.follower.ask_again()
-            return []
-        if len(frames) != 4:
-            raise ProtocolError(f"a replayed KV message has 4 frames, not {len(frames)}")
-        sequence = decode_sequence(frames[2])
-        if sequence == END_OF_REPLAY:
-            return self.follower.end_of_replay()
-        if sequence < 0:
-            raise ProtocolError(f"a replayed KV message has the number {sequence}")
-        return self.follower.replayed(sequence, frames[3])
+            self._ask_replay()
+            return
+        if len(frames) != 4 or (sequence := decode_sequence(frames[2])) < END_OF_REPLAY:
+            raise ProtocolError(f"a replayed KV message has 4 frames and a number, not {frames!r:.100}")
+        is_over = sequence == END_OF_REPLAY
+        self._pass_on(
+            self.follower.end_of_replay() if is_over else self.follower.replayed(sequence, frames[3])
+        )
 
-    def close(self) -> None:
-        """Closes both sockets. Calling it twice is harmless."""
-        self.kv_socket.close(0)
-        if self.replay_socket is not None:
-            self.replay_socket.close(0)
+    def _take_load(self, frames: list[bytes]) -> None:
+        """Of what has come only the latest matters."""
+        if not has_come(self._readers["load"].socket):
+            self._tell(decode_load(self.follower.worker, frames))
+
+    def _pass_on(self, events: list[CacheEvent]) -> None:
+        for event in events:
+            self._tell(event)
+        self._ask_replay()
+
+    def _ask_replay(self) -> None:
+        if self.follower.reopen:
+            self._open_replay()
+        replay = self._readers.get("replay")
+        if self.follower.ask_from is not None and replay is not None:
+            # Never blocks: at most one request is under way on a socket.
+            replay.socket.send_multipart([b"", encode_sequence(self.follower.ask_from)], zmq.NOBLOCK)
+            self.follower.asked(self._clock())
+            replay.look()
+
+
+def addresses_of(up: WorkerUp) -> tuple[str | None, str | None, str | None]:
+    """Of KV events, replays and load. Without events there are no replays."""
+    return up.kv, up.replay if up.kv is not None else None, up.load

@@ -1,4 +1,4 @@
-"""The router's process: one thread that moves messages between ZMQ sockets and `Router.handle`.
+"""The router's process: one event loop that moves messages between ZMQ sockets and `Router.handle`.
 
 Gateways and the supervisor are DEALER peers of one ROUTER socket. A message is two frames, the peer's identity and
 one encoded event; the answer goes back the same way. An empty message is a heartbeat and is answered. A peer that
@@ -11,14 +11,12 @@ in the core.
 import asyncio
 import contextlib
 import logging
-import socket
-import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
-from typing import Any, TypeVar, get_args
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
 
 import msgspec
 import zmq
@@ -27,10 +25,8 @@ from router.core import Router
 from router.events import (
     Agent,
     Answer,
-    CacheEvent,
     Done,
     Event,
-    PeerEvent,
     PeerGone,
     Place,
     Posted,
@@ -48,39 +44,31 @@ from router.events import (
     encode,
 )
 from router.plans import Plans
-from router.replicas import LoadFeed, Replica
+from router.replicas import Replica, addresses_of
 from router.silence import ActiveClock
-from router.sockets import has_come
+from router.sockets import Reader, has_come
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Gate, Keys
 
 log = logging.getLogger("router")
 
 MAX_MESSAGE_BYTES = 64 << 20
-MESSAGES_PER_TURN = 256
-"""Messages read from one socket before the others get their turn."""
-
 TURN_MS = 250
-"""Deadlines are checked at least this often, and the core hears so often that time has passed."""
-
+"""Deadlines are checked so often, and the core hears that time has passed."""
 
 _CHANGES_WORKERS = (
     WorkerUp, WorkerDown, WorkerDrain, WorkerHealth, PeerGone, SetLimits, Posted, Agent
 )  # fmt: skip
 _FREES_WORKERS = (Done, Undelivered)
 """A worker that drains may be empty by that."""
-_PEER_EVENTS = get_args(PeerEvent)
-"""As a tuple, which is made once: a union is taken apart each time."""
 _FIRST_FRAME = int(zmq.NOBLOCK | zmq.SNDMORE)
-
-Found = TypeVar("Found")
 
 
 class Shell:
-    """Runs one router core behind a bound socket.
+    """Runs one router core behind a bound socket, in `loop`, which is its own.
 
-    `endpoint` is the address of that socket. `stop` may be called from a signal handler or another thread, and `call`
-    from another thread; all other methods belong to the thread of `run`.
+    `endpoint` is the address of that socket. Only `stop` may be called from a signal handler or another thread; all
+    other methods belong to the thread of `run`.
     """
 
     def __init__(
@@ -99,6 +87,7 @@ class Shell:
         replica is passed over if its replay has not closed it within `replay_timeout_s`. With `keys`, peers and
         replicas must have theirs.
         """
+        self.loop = asyncio.new_event_loop()
         self._router = router
         self._clock = clock
         self._peer_timeout_s = peer_timeout_s
@@ -106,23 +95,18 @@ class Shell:
         self._keys = keys
         self._name = uuid.uuid4().hex
         self._replicas: dict[str, Replica] = {}
-        self._loads: dict[str, LoadFeed] = {}
         self._workers = Workers("", (), router=self._name)
         """As the peers were last told."""
         self._time = ActiveClock(2 * TURN_MS / 1e3)
         self._heard_s: dict[bytes, float] = {}
         """When each peer that sends heartbeats was last heard, by `_time`."""
         self._counts: Counter[str] = Counter()
-        self._plans = Plans(self._rouse)
-        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._ticked_s = clock()
-        self._stopping = False
-        self._waker, self._wake = socket.socketpair()
-        self._waker.setblocking(False)
-        self._wake.setblocking(False)
+        self._plans = Plans(lambda: self._from_elsewhere(self._take_plan))
+        self._ended: asyncio.Future[None] = self.loop.create_future()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers = self._context.socket(zmq.ROUTER)
         self._gate = None if keys is None else Gate(self._context, keys)
+        self._reader: Reader | None = None
         try:
             if keys is not None and self._gate is not None:
                 keys.serve(self._peers)
@@ -131,44 +115,41 @@ class Shell:
         except zmq.ZMQError:
             self.close()
             raise
-        self._poller = zmq.Poller()
-        self._poller.register(self._peers, zmq.POLLIN)
-        self._poller.register(self._wake.fileno(), zmq.POLLIN)
-        for source in [] if self._gate is None else self._gate.sockets:
-            self._poller.register(source, zmq.POLLIN)
 
-    def run(self) -> None:
-        """Serves until `stop`. What the core raises ends it: a broken core must not go on placing."""
-        while not self._stopping:
-            self._turn()
+    def run(self, *jobs: Coroutine[Any, Any, None]) -> None:
+        """Serves until `stop`, and does `jobs` beside that; what one of these raises is logged. What the core raises
+        ends it: a broken core must not go on placing."""
+        tasks = [self.loop.create_task(_logged(job)) for job in jobs]
+        self._reader = Reader(self.loop, self._peers, self._read_peer)
+        if (gate := self._gate) is not None:
+            for source in gate.sockets:
+                Reader(self.loop, source, partial(gate.serve, source))
+        self._turn()
+        try:
+            self.loop.run_until_complete(self._ended)
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.loop.run_until_complete(asyncio.wait(tasks))
 
-    def stop(self) -> None:
-        """Makes `run` return soon. Any thread and any signal handler may call it."""
-        self._stopping = True
-        self._rouse()
+    def stop(self, after_s: float = 0.0) -> None:
+        """Makes `run` return. Any thread and any signal handler may call it."""
+        self._from_elsewhere(partial(self.loop.call_later, after_s, self._end))
 
     def close(self) -> None:
         """Closes every socket. Messages sent before still leave."""
         for replica in self._replicas.values():
             replica.close()
         self._replicas.clear()
-        for feed in self._loads.values():
-            feed.close()
-        self._loads.clear()
+        if self._reader is not None:
+            self._reader.close(None)
         self._peers.close()
         if self._gate is not None:
             self._gate.close()
         self._context.term()
         self._plans.close()
-        self._waker.close()
-        self._wake.close()
-
-    def call(self, what: Callable[[], Found]) -> Future[Found]:
-        """Has the loop run `what` between two messages; from any thread. What that raises ends the loop."""
-        future: Future[Found] = Future()
-        self._calls.append((what, future))
-        self._rouse()
-        return future
+        self.loop.close()
 
     def listing(self) -> Workers:
         """The workers and limits that peers are told of."""
@@ -183,12 +164,18 @@ class Shell:
         events: deque[tuple[Event, bytes]] = deque([(event, peer)])
         while events:
             event, peer = events.popleft()
-            for to, answer in self._router.handle(event, self._clock(), peer):
+            try:
+                actions = self._router.handle(event, self._clock(), peer)
+                question = self._router.question(self._clock())
+            except Exception as error:
+                self._end(error)
+                raise
+            for to, answer in actions:
                 if self._send(to, encode(self._completed(answer))):
                     continue
                 if isinstance(answer, Place):
                     events.append((Undelivered(answer.id), to))
-            if (question := self._router.question(self._clock())) is not None:
+            if question is not None:
                 self._plans.ask(*question)
             if isinstance(event, WorkerUp):
                 self._follow(event)
@@ -206,6 +193,7 @@ class Shell:
             "kv": {
                 name: {"expected": replica.follower.expected, **vars(replica.follower.counts)}
                 for name, replica in sorted(self._replicas.items())
+                if replica.addresses[0] is not None
             },
         }
 
@@ -218,154 +206,76 @@ class Shell:
         return answer
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(TURN_MS))
-        if self._wake.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._wake.recv(4096)
-        while self._calls:
-            what, future = self._calls.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_result(what())
+        """Looks at what is due, again and again."""
+        if self._reader is not None:
+            self._reader.read()
+        if has_come(self._peers):
+            # After a pause of our own, what peers said meanwhile comes first.
+            self.loop.call_soon(self._turn)
+            return
+        self._drop_silent_peers()
+        self.tell(Tick())
+        for replica in list(self._replicas.values()):
+            replica.give_up_after(self._replay_timeout_s)
+        self.loop.call_later(TURN_MS / 1e3, self._turn)
+
+    def _read_peer(self) -> None:
+        frames = self._peers.recv_multipart(zmq.NOBLOCK)
+        if len(frames) != 2:
+            self._note("peer frames", f"a message of {len(frames) - 1} frames, one is expected")
+            return
+        peer, message = frames
+        if message == HEARTBEAT or peer in self._heard_s:
+            self._heard_s[peer] = self._time.look(self._clock())
+        if message == HEARTBEAT:
+            self._send(peer, HEARTBEAT_ANSWER)
+            return
+        try:
+            event = decode_event(message)
+        except ProtocolError as error:
+            self._note("peer message", str(error))
+            return
+        self.tell(event, peer)
+
+    def _take_plan(self) -> None:
         if (planned := self._plans.done()) is not None:
             self.tell(planned)
-        if self._gate is not None:
-            for source in self._gate.sockets:
-                if source in ready:
-                    self._gate.serve(source)
-        if self._drain_peers():
-            # Only with nothing left to read: after a pause of our own, what peers said meanwhile comes first.
-            self._drop_silent_peers()
-            if self._clock() - self._ticked_s >= TURN_MS / 1e3:
-                self._ticked_s = self._clock()
-                self.tell(Tick())
-        for replica in list(self._replicas.values()):
-            if replica.kv_socket in ready:
-                self._drain(replica, replica.kv_socket)
-            if (replay := replica.replay_socket) is not None and replay in ready:
-                self._drain(replica, replay)
-            self._take(replica.follower.give_up_after(self._replay_timeout_s, self._clock()))
-            self._ask_replay(replica)
-        for worker, feed in list(self._loads.items()):
-            if feed.socket in ready:
-                self._hear_load(worker, feed)
 
-    def _drain_peers(self) -> bool:
-        """Whether all has been read."""
-        for _ in range(MESSAGES_PER_TURN):
-            if not has_come(self._peers):
-                return True
-            try:
-                frames = self._peers.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            if len(frames) != 2:
-                self._note("peer frames", f"a message of {len(frames) - 1} frames, one is expected")
-                continue
-            peer, message = frames
-            if message == HEARTBEAT or peer in self._heard_s:
-                self._heard_s[peer] = self._time.look(self._clock())
-            if message == HEARTBEAT:
-                self._send(peer, HEARTBEAT_ANSWER)
-                continue
-            try:
-                event = decode_event(message)
-            except ProtocolError as error:
-                self._note("peer message", str(error))
-                continue
-            if isinstance(event, _PEER_EVENTS):
-                self.tell(event, peer)
-            else:
-                self._note("peer event", f"{type(event).__name__} is not for peers to send")
-        return False
-
-    def _drain(self, replica: Replica, source: "zmq.Socket[bytes]") -> None:
-        for _ in range(MESSAGES_PER_TURN):
-            if source.closed:
-                return
-            try:
-                frames = source.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            unreadable = replica.follower.counts.unreadable_batches
-            skipped = replica.follower.counts.skipped_events
-            try:
-                if source is replica.kv_socket:
-                    self._take(replica.on_kv(frames, self._clock()))
-                else:
-                    self._take(replica.on_replay(frames))
-            except ProtocolError as error:
-                self._note("kv frames", f"worker {replica.follower.worker}: {error}")
-            if replica.follower.counts.unreadable_batches > unreadable:
-                self._note("kv batch", f"worker {replica.follower.worker}: a batch cannot be read")
-            if replica.follower.counts.skipped_events > skipped:
-                self._note("kv event", f"worker {replica.follower.worker}: an event cannot be read")
-            self._ask_replay(replica)
-
-    def _hear_load(self, worker: str, feed: LoadFeed) -> None:
-        try:
-            load = feed.latest()
-        except ProtocolError as error:
-            self._note("load", f"worker {worker}: {error}")
+    def _end(self, error: Exception | None = None) -> None:
+        if self._ended.done():
             return
-        if load is not None:
-            self.tell(load)
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
 
-    def _take(self, events: list[CacheEvent]) -> None:
-        for event in events:
-            self.tell(event)
-
-    def _ask_replay(self, replica: Replica) -> None:
-        old = replica.replay_socket
-        if replica.ask_replay(self._clock()):
-            if old is not None:
-                self._poller.unregister(old)
-            if replica.replay_socket is not None:
-                self._poller.register(replica.replay_socket, zmq.POLLIN)
-
-    def _follow_load(self, up: WorkerUp) -> None:
-        known = self._loads.get(up.worker)
-        if known is not None and known.address == up.load:
-            return
-        self._drop_load(up.worker)
-        if up.load is None:
-            return
-        try:
-            feed = LoadFeed(self._context, up.worker, up.load, self._keys)
-        except zmq.ZMQError as error:
-            self._note("worker address", f"worker {up.worker}: {up.load}: {error}")
-            return
-        self._loads[up.worker] = feed
-        self._poller.register(feed.socket, zmq.POLLIN)
-
-    def _drop_load(self, worker: str) -> None:
-        feed = self._loads.pop(worker, None)
-        if feed is not None:
-            self._poller.unregister(feed.socket)
-            feed.close()
+    def _from_elsewhere(self, what: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self.loop.call_soon_threadsafe(what)
 
     def _follow(self, up: WorkerUp) -> None:
-        self._follow_load(up)
+        """Follows what the replica publishes, if it has said where, or where else."""
         known = self._replicas.get(up.worker)
-        if known is not None and (known.kv, known.replay) == (up.kv, up.replay):
+        if known is not None and known.addresses == addresses_of(up):
             return
         self._drop(up.worker)
-        if up.kv is None:
+        if up.kv is None and up.load is None:
             return
         try:
-            replica = Replica(self._context, up.worker, up.kv, up.replay, self._keys)
+            self._replicas[up.worker] = Replica(
+                self._context, up, self._keys, self.loop, self._clock, self.tell, self._note
+            )
         except zmq.ZMQError as error:
-            self._note("worker address", f"worker {up.worker}: {up.kv}, {up.replay}: {error}")
-            return
-        self._replicas[up.worker] = replica
-        self._poller.register(replica.kv_socket, zmq.POLLIN)
-        if replica.replay_socket is not None:
-            self._poller.register(replica.replay_socket, zmq.POLLIN)
-        self._ask_replay(replica)
+            self._note("worker address", f"worker {up.worker}: {addresses_of(up)}: {error}")
+
+    def _drop(self, worker: str) -> None:
+        if (replica := self._replicas.pop(worker, None)) is not None:
+            replica.close()
 
     def _compare_workers(self) -> None:
-        """If the core's workers or limits have changed: follows the KV events of workers that are up, and tells peers.
+        """If the core's workers or limits have changed: follows what workers that are up publish, and tells peers.
 
-        The events of a worker that is well again are followed from the beginning, because the core has forgotten
+        The KV events of a worker that is well again are followed from the beginning, because the core has forgotten
         what it cached.
         """
         workers = self.listing()
@@ -374,8 +284,6 @@ class Shell:
         before, self._workers = self._workers, workers
         for worker in self._replicas.keys() - {up.worker for up in workers.workers}:
             self._drop(worker)
-        for worker in self._loads.keys() - {up.worker for up in workers.workers}:
-            self._drop_load(worker)
         for up in workers.workers:
             if up.worker in before.sick and up.worker not in workers.sick:
                 self._drop(up.worker)
@@ -383,15 +291,6 @@ class Shell:
         message = encode(workers)
         for peer in list(self._heard_s):
             self._send(peer, message)
-
-    def _drop(self, worker: str) -> None:
-        replica = self._replicas.pop(worker, None)
-        if replica is None:
-            return
-        for source in (replica.kv_socket, replica.replay_socket):
-            if source is not None and source in self._poller:
-                self._poller.unregister(source)
-        replica.close()
 
     def _drop_silent_peers(self) -> None:
         now_s = self._time.look(self._clock())
@@ -415,12 +314,10 @@ class Shell:
                 raise
             self._counts["undeliverable"] += 1
             return False
+        finally:
+            if self._reader is not None:
+                self._reader.look()
         return True
-
-    def _rouse(self) -> None:
-        """From any thread and any signal handler."""
-        with contextlib.suppress(OSError):  # the pipe is full, so it is awake already; or closed
-            self._waker.send(b"\0")
 
     def _note(self, kind: str, what: str) -> None:
         self._counts[kind] += 1
@@ -441,28 +338,6 @@ def _bind(peers: "zmq.Socket[bytes]", address: str) -> str:
         peers.setsockopt(option, value)
     peers.bind(address)
     return peers.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
-@contextlib.contextmanager
-def beside(*jobs: Coroutine[Any, Any, None]) -> Iterator[None]:
-    """Runs `jobs` in the event loop of another thread, and cancels them in the end. What one raises is logged."""
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-
-    async def run() -> None:
-        tasks = [asyncio.create_task(_logged(job)) for job in jobs]
-        await stop.wait()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), name="beside", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
 
 
 async def _logged(job: Coroutine[Any, Any, None]) -> None:

@@ -1,10 +1,9 @@
-"""Follows lists of replicas, beside the router's loop."""
+"""Follows lists of replicas, in the router's loop."""
 
 import asyncio
 import logging
 import ssl
 from collections.abc import Sequence
-from functools import partial
 
 import aiohttp
 
@@ -70,8 +69,7 @@ class Follower:
             log.info("%s lists %d replicas", self._source, len(self._listing))
             self._tell(events)
         if self._source.is_settled:
-            workers = await asyncio.wrap_future(self._shell.call(self._shell.listing))
-            self._tell(self._listing.lost(workers))
+            self._tell(self._listing.lost(self._shell.listing()))
 
     async def _probe(self, up: WorkerUp) -> None:
         try:
@@ -88,4 +86,4 @@ class Follower:
         for event in events:
             how = "is ready" if isinstance(event, WorkerUp) else "is listed no more: it is drained"
             log.info("%s: worker %s %s", self._source, event.worker, how)
-            self._shell.call(partial(self._shell.tell, event))
+            self._shell.tell(event)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -271,7 +270,7 @@ class RouterThread:
         self.closed = False
 
     def tell(self, event: Event) -> None:
-        self.shell.call(partial(self.shell.tell, event))
+        self.shell.loop.call_soon_threadsafe(self.shell.tell, event)
 
     def close(self) -> None:
         if not self.closed:

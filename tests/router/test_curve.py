@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -45,10 +44,13 @@ class Running:
         self._thread.start()
 
     def tell(self, event: Event) -> None:
-        self.shell.call(partial(self.shell.tell, event))
+        self.shell.loop.call_soon_threadsafe(self.shell.tell, event)
 
     def state(self) -> dict:
-        return self.shell.call(self.shell.snapshot).result()
+        async def look() -> dict:
+            return self.shell.snapshot()
+
+        return asyncio.run_coroutine_threadsafe(look(), self.shell.loop).result()
 
     def close(self) -> None:
         self.shell.stop()

@@ -1,5 +1,6 @@
 """The process in which a router's plans are made: what is late, fails or dies is None."""
 
+import asyncio
 import os
 import signal
 import time
@@ -84,7 +85,7 @@ def test_the_shell_has_the_core_s_question_answered_and_ends_the_process() -> No
     shell.tell(Tick())
 
     def turned() -> int | None:
-        shell._turn()
+        shell.loop.run_until_complete(asyncio.sleep(0.01))
         return dict(queues.answered).get(1)
 
     pid = wait_until(turned, "an answer")

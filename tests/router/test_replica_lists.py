@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,6 @@ from router.replica_lists import follow, specs
 from router.replica_lists.follow import Follower
 from router.replica_lists.listing import Listing
 from router.replica_lists.sources import ReplicaFile
-from router.shell import beside
 from router.wire import pack_tokens
 from sglang_fair.settings.commands import BAD_INPUT
 from tests.router.test_shell import Wire
@@ -231,16 +229,15 @@ def test_a_file_that_is_emptied_while_it_is_read_drains_nobody(tmp_path: Path) -
 def test_a_file_that_is_half_written_when_a_router_begins_drains_nobody(tmp_path: Path) -> None:
     path = tmp_path / "replicas"
     path.write_text("r0,http=http://r0\n")
-    sent: list[object] = []
+    asked: list[bool] = []
 
     class Shell:
-        listing = None
+        def listing(self) -> Workers:
+            asked.append(True)
+            return Workers("", ())
 
-        def call(self, what: object) -> "Future[Workers]":
-            sent.append(what)
-            future: Future[Workers] = Future()
-            future.set_result(Workers("", ()))
-            return future
+        def tell(self, event: object) -> None:
+            pass
 
     async def looks() -> list[bool]:
         """Whether the router is asked whom it has of the list, so that the others drain."""
@@ -250,8 +247,8 @@ def test_a_file_that_is_half_written_when_a_router_begins_drains_nobody(tmp_path
             with path.open("a") as file:
                 file.write(text)
             await follower.look()
-            found.append(bool(sent))
-            sent.clear()
+            found.append(bool(asked))
+            asked.clear()
         return found
 
     assert asyncio.run(looks()) == [False, False, False, True], "at the last one it is what was read before"
@@ -286,9 +283,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def router_of(path: Path) -> Iterator[Wire]:
     wire = Wire(Router(build("round_robin"), name="round_robin", page_size=4, linger_s=0.0))
     try:
-        with beside(follow.follow([ReplicaFile(path)], wire.shell)):
-            wire.start()
-            yield wire
+        wire.jobs.append(follow.follow([ReplicaFile(path)], wire.shell))
+        wire.start()
+        yield wire
     finally:
         wire.close()
 
