@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -119,38 +120,28 @@ def make_console(to_stderr: bool) -> Console:
     return Console(file=stream, width=None if stream.isatty() else 140)
 
 
-def addresses(
-    plan: Plan,
-    gateway: str,
-    admin: str | None,
-    dashboard: str | None,
-    title: str,
-    pids: Mapping[str, int],
-    replicas: Mapping[str, str],
-) -> Table:
-    """A table of the processes' addresses and what each is for. `admin` is the operators', if it is another one;
-    `replicas` are by name."""
+def addresses(facts: Mapping[str, Any], title: str, replicas: Mapping[str, str]) -> Table:
+    """A table of the processes' addresses and what each is for. `facts` as in `run.describe`, `replicas` by name."""
     table = Table(title=title, title_style="bold", title_justify="left", show_edge=False, pad_edge=False)
     for heading in ("", "address", "pid", "for"):
         table.add_column(heading, no_wrap=True, overflow="fold")
-    purposes = {
-        "gateway": "send requests here" + ("" if admin else "; /status shows the placement"),
-        "router": "gateways (ZMQ)",
-        "dashboard": "open this in a browser",
-        "replica": "/fair shows each client's service and deficit",
-    }
-    places = [
-        *((one.name, one.role, dashboard or "") for one in plan.of("dashboard")),
-        *((name, "replica", url) for name, url in replicas.items()),
-        *((one.name, one.role, plan.router or "") for one in plan.of("router")),
-    ]
-    for name, role, address in (("gateway", "gateway", gateway), *places):
-        style = "bold green" if role == "gateway" else ""
-        table.add_row(name, Text(address, style), str(pids.get(name, "")), purposes[role])
-        if role == "gateway" and admin is not None:
-            table.add_row("", Text(admin), "", "for operators: /status, /workers and /metrics")
-        if role == "router" and plan.router_http is not None:
-            table.add_row("", Text(plan.router_http), "", "/healthz, /readyz and /metrics")
+    has_admin = facts["admin"] is not None
+    rows = (
+        (
+            "gateway",
+            facts["gateway"],
+            "send requests here" + "; /status shows the placement" * (not has_admin),
+        ),
+        ("", facts["admin"], "for operators: /status, /workers and /metrics"),
+        ("dashboard", facts["dashboard"], "open this in a browser"),
+        *((name, url, "/fair shows each client's service and deficit") for name, url in replicas.items()),
+        ("router", facts["router"], "gateways (ZMQ)"),
+        ("", facts["router_http"], "/healthz, /readyz and /metrics"),
+    )
+    for name, address, purpose in rows:
+        if address is not None:
+            style = "bold green" if name == "gateway" else ""
+            table.add_row(name, Text(address, style), str(facts["pids"].get(name, "")), purpose)
     return table
 
 

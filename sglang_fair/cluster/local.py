@@ -12,7 +12,7 @@ from sglang_fair.cluster.gpus import GpusTaken, Machine
 from sglang_fair.cluster.models import fewest
 from sglang_fair.cluster.options import ConfigError, Device, Options
 from sglang_fair.cluster.plan import Model, Process, agent_name, build, each_model, with_workers
-from sglang_fair.cluster.ports import Ports, PortTaken, Reservations, choose_replica
+from sglang_fair.cluster.ports import Ports, PortTaken, Reservations
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import ReplicaState, number
 from sglang_fair.common.marks import Marks
@@ -57,7 +57,7 @@ class Additions:
         if model is not None and model not in self._models:
             raise ConfigError(f"there is no model {model[:100]!r} here; there are {', '.join(self._models)}")
         chosen = self._models[model or fewest(list(self._models), has)]
-        ports = choose_replica(self._reservations.take, loads=self._options.needs_loads())
+        ports = self._reservations.replica(self._options.needs_loads())
         try:
             taken = gpus.take(replace(self._options, replicas=1), self._device, machine.gpus, self._gpu_marks)
         except (ConfigError, GpusTaken):
@@ -133,9 +133,7 @@ class Local:
     def remind(self, name: str, known: Mapping[str, Any]) -> None:
         """The router drains it, or forgets it if it has died meanwhile."""
         if self._supervisor.state(name) != "up":
-            self._link.tell(
-                WorkerDown(name)
-            )  # the supervisor no longer watches it, so nothing else reports this
+            self._link.tell(WorkerDown(name))  # it is not watched any more, so nothing else reports this
         elif known.get("state") != "draining":
             self._link.tell(WorkerDrain(name))
 

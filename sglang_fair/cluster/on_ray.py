@@ -43,7 +43,7 @@ from sglang_fair.cluster.plan import (
     Replica,
     placed,
 )
-from sglang_fair.cluster.ports import Reservations, choose_replica
+from sglang_fair.cluster.ports import Reservations
 from sglang_fair.cluster.workers import ReplicaState, Workers, number
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.pairs import split_pairs
@@ -187,13 +187,13 @@ class Host:
     """The body of an actor: one replica's process on its node. It dies with the actor, and the actor with it."""
 
     def __init__(self, replica: Replica, environment: Mapping[str, str], loads: bool) -> None:
-        """`environment` is added to the node's; `loads` as in `ports.choose_replica`. Raises OSError, `PortTaken`."""
+        """`environment` is added to the node's; `loads` as in `Reservations.choose`. Raises OSError, `PortTaken`."""
         ray: Any = import_module("ray")
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
         self._name = replica.name
         self._reservations = Reservations(address)  # until this process ends
-        ports = choose_replica(self._reservations.take, loads=loads)
+        ports = self._reservations.replica(loads)
         spec = placed(replica, address, ports, sys.executable)
         assert spec.worker is not None
         self._process = subprocess.Popen(

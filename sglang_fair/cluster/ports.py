@@ -7,7 +7,6 @@ that they choose (`cluster.marks`).
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sglang_fair.common.marks import Marks
@@ -43,52 +42,6 @@ class Ports:
     replicas: tuple[ReplicaPorts, ...]
 
 
-def choose(gateway: int, replicas: int, reserve: Callable[[int], bool], *, loads: bool = False) -> Ports:
-    """Ports from `FIRST_PORT` up, each reserved with `reserve`, which returns False for a port in use.
-
-    `gateway` has been claimed; 0 takes a port like the others. `loads`: replicas have a port for how much they have to
-    do. Raises `PortTaken` when there are too few.
-    """
-    candidates = iter(range(FIRST_PORT, LAST_PORT))
-    return Ports(
-        gateway=gateway or _run_of(1, candidates, reserve),
-        router=_run_of(1, candidates, reserve),
-        replicas=tuple(choose_replica(reserve, loads=loads, candidates=candidates) for _ in range(replicas)),
-    )
-
-
-def choose_one(asked: int | None, option: str, reserve: Callable[[int], bool]) -> int:
-    """The port that was asked for with `option`, or a free one. Raises `PortTaken`."""
-    if asked is None:
-        return _run_of(1, iter(range(FIRST_PORT, LAST_PORT)), reserve)
-    if not reserve(asked):
-        raise PortTaken(f"port {asked} is in use; choose another with {option}")
-    return asked
-
-
-def choose_replica(
-    reserve: Callable[[int], bool], *, loads: bool = False, candidates: Iterator[int] | None = None
-) -> ReplicaPorts:
-    """The ports of one more replica, as `choose` would take them. Raises `PortTaken`."""
-    left = candidates or iter(range(FIRST_PORT, LAST_PORT))
-    return ReplicaPorts(
-        http=_run_of(1, left, reserve),
-        kv=_run_of(2, left, reserve),
-        rendezvous=_run_of(1, left, reserve),
-        load=_run_of(1, left, reserve) if loads else None,
-    )
-
-
-def _run_of(count: int, candidates: Iterator[int], reserve: Callable[[int], bool]) -> int:
-    """The first of `count` neighbours."""
-    taken = 0
-    for port in candidates:
-        taken = taken + 1 if reserve(port) else 0
-        if taken == count:
-            return port - count + 1
-    raise PortTaken(f"too few free ports from {FIRST_PORT} to {LAST_PORT}")
-
-
 class Reservations:
     """The ports that this process has reserved, until `close` or its death."""
 
@@ -99,7 +52,45 @@ class Reservations:
 
     def take(self, port: int) -> bool:
         """Reserves `port`. False if it is in use or another supervisor has it."""
-        return is_free(self._host, port) and is_free("", port) and self._marks.take(str(port))
+        if not self._marks.take(str(port)):
+            return False
+        is_ours = False
+        try:
+            is_ours = is_free(self._host, port) and is_free("", port)
+        finally:
+            if not is_ours:
+                self._marks.give_back(str(port))
+        return is_ours
+
+    def choose(self, gateway: int, replicas: int, *, loads: bool = False) -> Ports:
+        """Those of a cluster. `gateway` has been reserved; 0 takes a port like the others. `loads`: replicas have a
+        port for how much they have to do. Raises `PortTaken` when there are too few."""
+        return Ports(gateway or self._run(), self._run(), tuple(self.replica(loads) for _ in range(replicas)))
+
+    def replica(self, loads: bool) -> ReplicaPorts:
+        """Those of one more replica. Raises `PortTaken`."""
+        return ReplicaPorts(self._run(), self._run(2), self._run(), self._run() if loads else None)
+
+    def one(self, asked: int | None, option: str) -> int:
+        """The port that was asked for with `option`, or a free one. Raises `PortTaken`."""
+        if asked is None:
+            return self._run()
+        if not self.take(asked):
+            raise PortTaken(f"port {asked} is in use; choose another with {option}")
+        return asked
+
+    def _run(self, count: int = 1) -> int:
+        """The first of `count` neighbours that are free."""
+        taken: list[int] = []
+        for port in range(FIRST_PORT, LAST_PORT):
+            if not self.take(port):
+                self._marks.give_back(*map(str, taken))
+                taken.clear()
+            else:
+                taken.append(port)
+            if len(taken) == count:
+                return taken[0]
+        raise PortTaken(f"too few free ports from {FIRST_PORT} to {LAST_PORT}")
 
     def give_back(self, ports: ReplicaPorts) -> None:
         """Frees the ports of a replica that is gone for good."""

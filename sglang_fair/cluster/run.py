@@ -38,7 +38,7 @@ from sglang_fair.cluster.plan import (
     replicas_for,
     served_url,
 )
-from sglang_fair.cluster.ports import Ports, PortTaken, Reservations, choose, choose_one
+from sglang_fair.cluster.ports import Ports, PortTaken, Reservations
 from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers, scale_up
@@ -117,7 +117,7 @@ async def _run(options: Options) -> int:
         for can_load in set(swaps.values()):
             _check_alike(can_load)
         here = options.replicas if options.ray is None else 0
-        ports = choose(options.port, here, reservations.take, loads=options.needs_loads())
+        ports = reservations.choose(options.port, here, loads=options.needs_loads())
         files = None if options.ray is None else _fleet_files(options, device, machine, each, ports, folder)
         plan = build(options, device, machine, each, ports, taken, swaps, files)
         reporter = _reporter(options, device, found, names, plan, files, ports)
@@ -132,14 +132,13 @@ async def _run(options: Options) -> int:
 
 def _with_ports(options: Options, reservations: Reservations) -> Options:
     """With the ports of the cluster's HTTP servers, reserved. Raises `PortTaken`."""
-    take = reservations.take
     if options.port:
-        choose_one(options.port, "--port, or --port 0 for a free one", take)
+        reservations.one(options.port, "--port, or --port 0 for a free one")
     if options.tenants is not None or options.admin_port is not None:
-        options = replace(options, admin_port=choose_one(options.admin_port, "--admin-port", take))
-    router = choose_one(options.router_http_port, "--router-http-port", take)
+        options = replace(options, admin_port=reservations.one(options.admin_port, "--admin-port"))
+    router = reservations.one(options.router_http_port, "--router-http-port")
     has_page = options.dashboard == "on"
-    page = choose_one(options.dashboard_port, "--dashboard-port", take) if has_page else None
+    page = reservations.one(options.dashboard_port, "--dashboard-port") if has_page else None
     return replace(options, router_http_port=router, dashboard_port=page)
 
 
@@ -193,15 +192,12 @@ def _reporter(
 
     def when_up(pids: dict[str, int]) -> None:
         replicas = replicas_of(plan, files)
+        facts = describe(options, device, tuple(found.values()), plan, gateway, pids, replicas.values())
         if options.json:
-            served = tuple(found.values())
-            _print_json(describe(options, device, served, plan, gateway, pids, replicas.values()))
+            _print_json(facts)
             return
         show(console, "")
-        show(
-            console,
-            addresses(plan, gateway, admin_url(options), dashboard_url(options), title, pids, replicas),
-        )
+        show(console, addresses(facts, title, replicas))
         model = next(iter(options.model_names())) or "default"
         show(console, example(gateway, model, has_tenants=options.tenants is not None))
 

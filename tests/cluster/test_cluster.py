@@ -1,6 +1,7 @@
 """The cluster: what is refused, what is planned, and supervision, with small processes for engines."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -38,7 +39,7 @@ from sglang_fair.cluster.plan import (
     choose_device,
     gateway_url,
 )
-from sglang_fair.cluster.ports import Ports, PortTaken, ReplicaPorts, Reservations, choose, is_free
+from sglang_fair.cluster.ports import Ports, PortTaken, ReplicaPorts, Reservations, is_free
 from sglang_fair.cluster.restart import Deaths, RestartRule, is_last
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.core import POLICIES
@@ -121,28 +122,20 @@ class TestOptions:
 
 
 class TestPorts:
-    @pytest.mark.slow
     @given(st.integers(1, 12), st.sets(st.integers(30_000, 30_060)), st.sampled_from([0, 8000]))
     def test_none_is_used_twice_and_none_is_taken(self, replicas: int, taken: set[int], gateway: int) -> None:
-        reserved: set[int] = set()
-
-        def reserve(port: int) -> bool:
-            if port in taken or port in reserved:
-                return False
-            reserved.add(port)
-            return True
-
-        ports = choose(gateway, replicas, reserve)
-        used = [ports.gateway, ports.router]
-        for replica in ports.replicas:
-            used += [replica.http, replica.kv, replica.kv + 1, replica.rendezvous]
-        assert len(set(used)) == len(used) == 2 + 4 * replicas
-        assert not taken & set(used)
-        assert set(used) - {gateway} <= reserved
-
-    def test_no_port_is_left(self) -> None:
-        with pytest.raises(PortTaken, match="too few free ports"):
-            choose(0, 1, lambda port: False)
+        with pytest.MonkeyPatch.context() as patch, contextlib.closing(Reservations("127.0.0.1")) as mine:
+            patch.setattr("sglang_fair.cluster.ports.is_free", lambda host, port: port not in taken)
+            ports = mine.choose(gateway, replicas)
+            used = [ports.gateway, ports.router]
+            for replica in ports.replicas:
+                used += [replica.http, replica.kv, replica.kv + 1, replica.rendezvous]
+            assert len(set(used)) == len(used) == 2 + 4 * replicas
+            assert not taken & set(used)
+            assert not any(mine.take(port) for port in set(used) - {8000})
+            patch.setattr("sglang_fair.cluster.ports.is_free", lambda host, port: False)
+            with pytest.raises(PortTaken, match="too few free ports"):
+                mine.choose(0, 1)
 
     def test_a_listening_port_is_not_free(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -156,9 +149,9 @@ class TestPorts:
         of_our_own(monkeypatch)
         first, second = Reservations("127.0.0.1"), Reservations("127.0.0.1")
         try:
-            port = choose(0, 1, first.take).gateway
+            port = first.choose(0, 1).gateway
             assert not second.take(port)
-            assert choose(0, 1, second.take).gateway != port
+            assert second.choose(0, 1).gateway != port
             first.close()
             assert second.take(port)
         finally:

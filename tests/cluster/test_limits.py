@@ -1,5 +1,6 @@
 """Throttling and applications on the command line: what cannot be, and what the processes are started with."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from sglang_fair.cluster.__main__ import main
 from sglang_fair.cluster.gpus import Machine
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import Model, build
-from sglang_fair.cluster.ports import choose
+from sglang_fair.cluster.ports import Reservations
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,8 @@ def test_replicas_of_a_throttled_cluster_publish_their_load(tmp_path: Path) -> N
     limits = tmp_path / "limits.json"
     limits.write_text(json.dumps({"user": 3}))
     options = Options(throttle="oit", limits=str(limits), normal=str(tmp_path / "normal.json"), replicas=2)
-    ports = choose(0, 2, lambda port: True, loads=True)
+    with contextlib.closing(Reservations("127.0.0.1")) as reservations:
+        ports = reservations.choose(0, 2, loads=True)
     machine = Machine(2, (), False, "python")
     plan = build(options, "cpu", machine, Model(Path("model"), "m"), ports)
     for index, replica in enumerate(plan.of("replica")):

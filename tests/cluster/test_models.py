@@ -16,7 +16,7 @@ from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.models import dealt, fewest, in_turn, loadable
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import Model, Process, build
-from sglang_fair.cluster.ports import Reservations, choose
+from sglang_fair.cluster.ports import Reservations
 from sglang_fair.common.marks import Marks
 from sglang_fair.settings.program import parse
 from sglang_fair.settings.setting import SettingError
@@ -85,7 +85,7 @@ def test_what_cannot_be_is_said_in_one_line(options: Options, wrong: str) -> Non
 def test_every_process_is_told_its_models() -> None:
     options = Options(models="a=tiny,b=/models/b", replicas=3, slo_classes={"chat": 5.0, "night": 30_000.0})
     with contextlib.closing(Reservations("127.0.0.1")) as reservations:
-        ports = choose(0, 3, reservations.take)
+        ports = reservations.choose(0, 3)
     plan = build(options, "cpu", MACHINE, [A, B, A], ports)
     replicas = [parse("replica", process.argv) for process in plan.of("replica")]
     assert [(one.model, one.served_name) for one in replicas] == [
@@ -105,7 +105,7 @@ def test_every_process_is_told_its_models() -> None:
 def test_a_further_replica_has_the_model_that_is_asked_for() -> None:
     options = Options(models="a=tiny,b=/models/b", replicas=2)
     with contextlib.closing(Reservations("127.0.0.1")) as reservations:
-        ports = choose(0, 2, reservations.take)
+        ports = reservations.choose(0, 2)
         more = Additions(options, "cpu", [A, B], ports, reservations, Marks("gpu-test"), lambda: MACHINE)
         assert served(more.plan(2, "b", ["a", "b"])[0]) == ("b", "/models/b")
         assert served(more.plan(3, None, ["a", "a", "b"])[0]) == ("b", "/models/b")
@@ -196,7 +196,7 @@ def test_a_bad_swap_is_refused_in_one_line(options: Options, wrong: str) -> None
 def test_each_replica_that_can_load_several_has_an_agent() -> None:
     options = Options(models="a=/m/a,b=/models/b", replicas=1, swap="all")
     reservations = Reservations("127.0.0.1")
-    ports = choose(0, 1, reservations.take, loads=False)
+    ports = reservations.choose(0, 1)
     plan = build(options, "cpu", MACHINE, (A,), ports, (), {0: (A, B)})
     (agent,) = plan.of("agent")
     assert (agent.name, after(agent.argv, "--worker")) == ("a0", "r0")

@@ -28,7 +28,7 @@ from sglang_fair.cluster.control import Control, Refused, Say, ask, own_folder
 from sglang_fair.cluster.local import Additions, Local
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import Process, build
-from sglang_fair.cluster.ports import Reservations, choose
+from sglang_fair.cluster.ports import Reservations
 from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
@@ -193,7 +193,7 @@ def test_a_further_replica_is_planned_like_the_first_ones(monkeypatch: pytest.Mo
     of_our_own(monkeypatch)
     options = Options(quantum=77.0, payer="equal", extra=("--page-size", "32"))
     with contextlib.closing(Reservations("127.0.0.1")) as reservations:
-        ports = choose(0, 2, reservations.take)
+        ports = reservations.choose(0, 2)
         plan = build(options, "cpu", MACHINE, TINY, ports)
         more = Additions(options, "cpu", TINY, ports, reservations, Marks("gpu-test"), lambda: MACHINE)
         r1, (r2, _) = plan.of("replica")[1], more.plan(2)
