@@ -2,12 +2,12 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from workloads.experiments.claims import Figure, Part, Table, claim, graded
-from workloads.experiments.contract import Cell, Experiment, Measured, Result, Size, TrafficSpec
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.claims import Part, claim, graded
+from workloads.experiments.contract import Cell, Experiment, Measured, Result, Row, TrafficSpec, medians
+from workloads.experiments.plots import Figure, Panel
 from workloads.session import Plan
 from workloads.simulation import Site
 
@@ -20,22 +20,17 @@ class Odd(Experiment):
     source = "Nobody, Figure 0"
     about = """Numbers are
         doubled."""
+    lengths_s = (2.0, 1.0)
 
     def __init__(self, cells: Sequence[tuple[str, Mapping[str, Any]]] = (), seeds: tuple[str, ...] = ("0",)):
         self._cells, self._seeds = cells, seeds
         self.ran: list[tuple[str, str]] = []
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        return [
-            Cell(
-                name,
-                Site(),
-                TrafficSpec("odd", dict(arguments)),
-                Plan(2.0 if size == "full" else 1.0),
-                self._seeds,
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        for name, arguments in self._cells:
+            yield Row(
+                name, Site(), TrafficSpec("odd", dict(arguments)), plan=Plan(length_s), seeds=self._seeds
             )
-            for name, arguments in self._cells
-        ]
 
     def run(self, cell: Cell, seed: str) -> Measured:
         self.ran.append((cell.name, seed))
@@ -54,9 +49,9 @@ class Odd(Experiment):
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         total = sum(result["y"] for result in at.values())
         yield claim(graded(total == 6, total > 0), f"The sum is 6 | 6 | {total:g} | Other numbers.")
-        yield Table("Doubled", "cell | y", [one.row("y") for one in at.values()])
+        yield medians("Doubled", "cell | y = y", at.values())
         panel = Panel(y="y", lines={"y": ([0.0, 1.0], [1.0, total])})
-        yield Figure("y", "All of them.", drawing([panel]))
+        yield Figure("y", "All of them.", [[panel]])
 
 
 EXPERIMENTS = {"odd": Odd([("good", {"x": 1}), ("bad", {"dies": True}), ("late", {"x": 2})])}

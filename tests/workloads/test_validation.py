@@ -72,5 +72,5 @@ def test_the_report_names_the_worst(runs, told):
     assert [row[2] for row in table.rows] == ["real", "simulated"]
     assert figure.name == "bench-judge-s1"
     canvas = MatplotlibFigure()
-    figure.drawing.draw(canvas)
+    figure.draw(canvas)
     assert [len(axes.lines) for axes in canvas.axes] == [4, 4]

@@ -6,7 +6,7 @@ to the first token.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import exp, inf, log
 from random import Random
@@ -112,9 +112,13 @@ class Stream:
     def name(self) -> str:
         return self.client or f"{self.slo_class}:{self.model}"
 
+    def to_json(self) -> dict[str, Any]:
+        """With null for no end."""
+        return asdict(self) | {"until_s": None if self.until_s == inf else self.until_s}
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Stream":
-        """The inverse of `asdict`, with null for no end."""
+        """The inverse of `to_json`."""
         known = dict(values)
         if known.get("until_s") is None:
             known.pop("until_s", None)

@@ -1,15 +1,16 @@
 """Deadlines within a fair share: what flooding buys, how evenly service is shared, prefixes, interactions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from router.placement.outputs import ExpectedOutputs
 from workloads.deadlines.measures import attained, by, measure, percentile
 from workloads.deadlines.run import Outcome, Served
 from workloads.deadlines.traffic import Stream
-from workloads.experiments.claims import Part, Table, at_least, claim, graded
-from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size
-from workloads.experiments.qlm_setting import ONE_MODEL, Deadlines, cell, qlm, ratio, rule
+from workloads.experiments.claims import Part, at_least, claim, graded
+from workloads.experiments.contract import Cell, Json, Result, Row, medians
+from workloads.experiments.qlm_setting import ONE_MODEL, Deadlines, qlm, ratio, row, rule
 from workloads.simulation import Site
 
 REPLICAS = 4
@@ -45,59 +46,30 @@ class Shared(Deadlines):
         {PREFIXES} prefixes of {PREFIX_TOKENS:,} tokens, more than a cache holds. Interactions of {CALLS} calls while
         all replicas are overloaded and clients may begin {CALLS_A_MINUTE} calls a minute."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        seeds = SEEDS[:1]
-        length_s = FLOOD_S if full else 20.0
-        flood = [
-            Stream(MODEL, "interactive", LIGHT_PER_S, until_s=length_s, client=LIGHT, slo_s=LIGHT_SLO_S),
-            *(
-                Stream(
-                    MODEL,
-                    "batch-1",
-                    FLOOD_PER_S,
-                    until_s=length_s,
-                    client=f"flood {number}",
-                    slo_s=FLOOD_SLO_S,
-                )
-                for number in range(FLOODS)
-            ),
-        ]
-        gap = [
-            Stream(MODEL, "batch-1", FLOOD_PER_S, until_s=length_s, client=name, slo_s=slo_s)
-            for name, slo_s in zip(GAP_CLIENTS, (FLOOD_SLO_S, 3600.0), strict=True)
-        ]
+    lengths_s = (FLOOD_S, 20.0)
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        def stream(slo_class: str, rate_per_s: float, client: str, **more: Any) -> Stream:
+            return Stream(MODEL, slo_class, rate_per_s, until_s=length_s, client=client, **more)
+
+        floods = [*(f"flood {number}" for number in range(FLOODS)), *GAP_CLIENTS]
+        flood = [stream("batch-1", FLOOD_PER_S, name, slo_s=FLOOD_SLO_S) for name in floods]
+        light = stream("interactive", LIGHT_PER_S, LIGHT, slo_s=LIGHT_SLO_S)
+        beside, gap = [light, *flood[:FLOODS]], [flood[FLOODS], replace(flood[-1], slo_s=3600.0)]
         shared = [Stream(MODEL, "batch-1", PREFIX_PER_S, prefixes=PREFIXES, prefix_tokens=PREFIX_TOKENS)]
         chats = [
-            Stream(MODEL, "interactive", CHATS_PER_S, until_s=length_s, client="chats", calls=CALLS),
-            Stream(MODEL, "batch-2", FLOOD_PER_S, until_s=length_s, client="batch", calls=CALLS),
+            stream("interactive", CHATS_PER_S, "chats", calls=CALLS),
+            stream("batch-2", FLOOD_PER_S, "batch", calls=CALLS),
         ]
-        limits = {"user": CALLS_A_MINUTE}
-        requests = PREFIX_REQUESTS if full else 150
-        paper = qlm(REPLICAS)
-        return [
-            cell("flood", ours(), flood, most=None, seeds=seeds, label="deadline, within shares"),
-            cell("flood.paper", paper, flood, most=None, seeds=seeds, label="QLM"),
-            cell("gap", ours(1), gap, most=None, seeds=seeds, label="two clients"),
-            cell("prefixes", ours(), shared, most=requests, seeds=seeds, label="prefixes"),
-            cell("plain", paper, shared, most=requests, seeds=seeds, label="prefixes, QLM"),
-            cell(
-                "chats",
-                replace(ours(), throttle="oit", limits=limits),
-                chats,
-                most=None,
-                seeds=seeds,
-                label="by overload and interaction",
-            ),
-            cell(
-                "chats.rpm",
-                replace(ours(), throttle="rpm", limits=limits),
-                chats,
-                most=None,
-                seeds=seeds,
-                label="a fixed limit",
-            ),
-        ]
+        paper, requests = qlm(REPLICAS), PREFIX_REQUESTS if full else 150
+        oit, rpm = (replace(ours(), throttle=one, limits={"user": CALLS_A_MINUTE}) for one in ("oit", "rpm"))
+        yield row("flood", ours(), beside, None, "deadline, within shares")
+        yield row("flood.paper", paper, beside, None, "QLM")
+        yield row("gap", ours(1), gap, None, "two clients")
+        yield row("prefixes", ours(), shared, requests, "prefixes")
+        yield row("plain", paper, shared, requests, "prefixes, QLM")
+        yield row("chats", oit, chats, None, "by overload and interaction")
+        yield row("chats.rpm", rpm, chats, None, "a fixed limit")
 
     def measure(self, cell: Cell, outcome: Outcome) -> Mapping[str, Json]:
         served = outcome.served
@@ -151,20 +123,12 @@ class Shared(Deadlines):
             f"""No interaction that has begun is cut | | {cut:.0f} calls, while {refused:,.0f} first calls are
                 refused; a fixed limit cuts {cut_rpm:,.0f}""",
         )
-        paths = (light, f"clients/{LIGHT}/p99_s", "throughput_per_s", "evictions")
-        yield Table(
-            "Beside a flood",
-            "rule | light, in time | light, P99 s | requests/s | evictions",
-            [at[name].row(*paths) for name in ("flood", "flood.paper")],
-        )
-        yield Table(
-            "All parts",
-            "part | requests | in time | requests/s | hit rate | refused | calls cut",
-            [
-                one.row("requests", "attained", "throughput_per_s", "hit_rate", "refused", "cut")
-                for one in at.values()
-            ],
-        )
+        columns = f"""rule | light, in time = {light} | light, P99 s = clients/{LIGHT}/p99_s |
+            requests/s = throughput_per_s | evictions = evictions"""
+        yield medians("Beside a flood", columns, [at["flood"], at["flood.paper"]])
+        columns = """part | requests = requests | in time = attained | requests/s = throughput_per_s |
+            hit rate = hit_rate | refused = refused | calls cut = cut"""
+        yield medians("All parts", columns, at.values())
         yield {
             "light_attained_under_flood": ours,
             "light_attained_paper": paper,

@@ -1,14 +1,23 @@
 """Normalised service: what the lead bounds, what a liar gains, and what prefixes are worth."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 from workloads.apps import BY_NAME, App, client
 from workloads.arrivals import EvenArrivals
 from workloads.clients import Client
 from workloads.experiments.claims import Part, Table, at_least, claim
-from workloads.experiments.contract import SEEDS, Cell, Json, Measured, Result, Simulated, Size, TrafficSpec
+from workloads.experiments.contract import (
+    Cell,
+    Json,
+    Measured,
+    Result,
+    Row,
+    Simulated,
+    TrafficSpec,
+)
 from workloads.experiments.fairserve import site
 from workloads.programs import Program, Reply
 from workloads.records import Records, Run
@@ -55,14 +64,14 @@ class Equity(Simulated):
         calls names the heaviest application, or does not. Last, {PREFIXES} applications with {SYSTEM_TOKENS:,}
         tokens of system prompt, of {READERS} clients each, over a cache of {POOL_TOKENS:,}."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        length_s, seeds = (LENGTH_S, SEEDS) if size == "full" else (30.0, SEEDS[:1])
+    lengths_s = (LENGTH_S, 30.0)
 
-        def cell(name: str, at: Site, traffic: str, at_once: Mapping[str, int], **more: Json) -> Cell:
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        def row(name: str, site: Site, traffic: str, at_once: Mapping[str, int], **more: Json) -> Row:
             plan = Plan(
                 length_s, at_once=at_once, connections_per_client=1_000_000, sample_s=0.5, token_step_s=5.0
             )
-            return Cell(name, at, TrafficSpec(traffic, more), plan, seeds)
+            return Row(name, site, TrafficSpec(traffic, more), plan=plan)
 
         def wsc(options: str = "", policy: str = "wsc", **more: Json) -> Site:
             plain = replace(site("fs"), replicas=1, max_running=MAX_RUNNING, throttle="none", limits={})
@@ -71,17 +80,12 @@ class Equity(Simulated):
         many = {"many": OPEN, "one": AT_ONCE, "another": AT_ONCE}
         liars = {"honest": AT_ONCE, "liar": AT_ONCE, "heavy": AT_ONCE}
         shared = {f"user{number}": 4 for number in range(PREFIXES * READERS)}
-        return [
-            cell("lead", wsc(f"lead={LEAD:g}"), "interactions", many),
-            cell("paper", wsc("lead=inf"), "interactions", many),
-            *(
-                cell(f"{who}.{spread:g}", wsc(f"spread={spread:g}"), "liars", liars, lies=who == "liar")
-                for spread in SPREADS
-                for who in ("honest", "liar")
-            ),
-            cell("wsc", wsc(kv_tokens=POOL_TOKENS), "shared", shared),
-            cell("wsc-dlpm", wsc(policy="wsc-dlpm", kv_tokens=POOL_TOKENS), "shared", shared),
-        ]
+        yield row("lead", wsc(f"lead={LEAD:g}"), "interactions", many)
+        yield row("paper", wsc("lead=inf"), "interactions", many)
+        for spread, who in product(SPREADS, ("honest", "liar")):
+            yield row(f"{who}.{spread:g}", wsc(f"spread={spread:g}"), "liars", liars, lies=who == "liar")
+        yield row("wsc", wsc(kv_tokens=POOL_TOKENS), "shared", shared)
+        yield row("wsc-dlpm", wsc(policy="wsc-dlpm", kv_tokens=POOL_TOKENS), "shared", shared)
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
         """All in a closed loop, so that everybody always waits."""

@@ -1,13 +1,14 @@
 """What one client's load does to the others on four simulated A100: the scenes of bench isolation, and what the bound
 on a step costs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 
 from workloads.clients import Client
-from workloads.experiments.claims import Entry, Figure, Part, Table, at_least, at_most, claim, graded
-from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size, TrafficSpec
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.claims import Entry, Part, Table, at_least, at_most, claim, graded
+from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
+from workloads.experiments.plots import Figure, Panel
 from workloads.isolation.attacks import ATTACKS, FLOOD, LIGHT_PERIOD_S, TRICKLE, Scene, scenes
 from workloads.isolation.measures import OURS, STOCK, IsolationRow, Observed, Stack, observe, rows
 from workloads.programs import PackedCodec
@@ -54,43 +55,18 @@ class Isolation(Simulated):
         so {SHARE} of it is {SHARE} of the engine's time over n. A light client's slowdown is over n times the time
         of its programs when it is alone."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        attacks = tuple(ATTACKS) if full else (TRICKLE,)
-        found = [
-            cell_of(
-                f"{name}.{scene.name}",
-                site_of(stack, target_tpot_ms=None),
-                scene,
-                size,
-                SHORT_SECONDS if scene.attack in SHORT else SECONDS,
-                LIGHT_PERIOD_S,
-            )
-            for name, stack in STACKS.items()
-            for scene in scenes(attacks, 1)
-        ]
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        for name, stack in STACKS.items():
+            site = site_of(stack, target_tpot_ms=None)
+            for scene in scenes(tuple(ATTACKS) if full else (TRICKLE,), 1):
+                seconds = SHORT_SECONDS if scene.attack in SHORT else SECONDS
+                yield row(f"{name}.{scene.name}", site, scene, full, seconds, LIGHT_PERIOD_S)
+        yield row("light", site_of(STACKS["dlpm"]), Scene(light=SEVERAL), full)
         bounds = {BASE: 0.0} | {f"stall-{stall_ms:g}": stall_ms for stall_ms in STALLS_MS}
-        if not full:
-            bounds = {BASE: 0.0, "stall-100": 100.0}
-        found.append(
-            cell_of(
-                "light", site_of(STACKS["dlpm"]), Scene(light=SEVERAL), size, FLOOD_SECONDS, FLOOD_PERIOD_S
-            )
-        )
-        for name, stall_ms in bounds.items():
-            site = site_of(STACKS["dlpm"], stall_ms=stall_ms)
-            found += [
-                cell_of(
-                    f"{name}.{flood}",
-                    site,
-                    Scene(f"{FLOOD}{flood}", SEVERAL),
-                    size,
-                    FLOOD_SECONDS,
-                    FLOOD_PERIOD_S,
-                )
-                for flood in (FLOODS if full else FLOODS[:1])
-            ]
-        return found
+        for name in bounds if full else (BASE, "stall-100"):
+            for flood in FLOODS if full else FLOODS[:1]:
+                site = site_of(STACKS["dlpm"], stall_ms=bounds[name])
+                yield row(f"{name}.{flood}", site, Scene(f"{FLOOD}{flood}", SEVERAL), full)
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
         return _load(cell.traffic.arguments, seed)[0]
@@ -165,7 +141,15 @@ class Isolation(Simulated):
 
 def _bounds(at: Mapping[str, Result]) -> Iterator[Part]:
     """What the bound on a prefill step does."""
-    flood = _floods(at)
+    light, flood = at["light"], dict[tuple[str, int], dict[str, float]]()
+    for name, one in at.items():
+        bound, _, size = name.rpartition(".")
+        if size.isdecimal():
+            flood[bound, int(size)] = {
+                "tokens": one["tokens_per_s"] / at[f"{BASE}.{size}"]["tokens_per_s"],
+                "ttft": one["ttft_p99_s"] / light["ttft_p99_s"],
+                "slowdown": slowest_program_s(one) / slowest_program_s(light) / (SEVERAL + 1),
+            }
     counts = sorted({count for _, count in flood})
     count = STALL_FLOOD if STALL_FLOOD in counts else counts[-1]
     free, bounded = flood[BASE, count], flood["stall-100", count]
@@ -196,22 +180,7 @@ def _bounds(at: Mapping[str, Result]) -> Iterator[Part]:
     ]
     caption = f"""What the bound on a prefill step does, by the size of the flood: {SEVERAL} light clients beside
         one client's requests."""
-    yield Figure("trade", caption, drawing(panels))
-
-
-def _floods(at: Mapping[str, Result]) -> dict[tuple[str, int], dict[str, float]]:
-    """By bound and size of the flood: tokens over those without a bound, first tokens and programs over solo."""
-    solo_ttft_s, solo_s = at["light"]["ttft_p99_s"], slowest_program_s(at["light"])
-    found = {}
-    for name, result in at.items():
-        bound, _, count = name.rpartition(".")
-        if count.isdecimal():
-            found[bound, int(count)] = {
-                "tokens": result["tokens_per_s"] / at[f"{BASE}.{count}"]["tokens_per_s"],
-                "ttft": result["ttft_p99_s"] / solo_ttft_s,
-                "slowdown": slowest_program_s(result) / solo_s / (SEVERAL + 1),
-            }
-    return found
+    yield Figure("trade", caption, [panels])
 
 
 # ---- a target for output tokens
@@ -234,17 +203,12 @@ class Target(Isolation):
         requests wait while more of them would make an output token take longer than that, and while a light client
         runs. A program's time is the mean of the light client that fares worst."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         targets = {OFF: 0.0} | {f"{one:g}": one for one in (TARGETS_MS if full else (AT_MS,))}
-        stack = STACKS["dlpm"]
-        found = [cell_of("light", site_of(stack), Scene(light=SEVERAL), size, FLOOD_SECONDS, FLOOD_PERIOD_S)]
-        for flood in FLOODS if full else FLOODS[:1]:
-            scene = Scene(f"{FLOOD}{flood}", SEVERAL)
-            for name, target_ms in targets.items():
-                site = site_of(stack, target_tpot_ms=target_ms)
-                found.append(cell_of(f"{name}.{flood}", site, scene, size, FLOOD_SECONDS, FLOOD_PERIOD_S))
-        return found
+        yield row("light", site_of(STACKS["dlpm"]), Scene(light=SEVERAL), full)
+        for flood, (name, target_ms) in product(FLOODS if full else FLOODS[:1], targets.items()):
+            site = site_of(STACKS["dlpm"], target_tpot_ms=target_ms)
+            yield row(f"{name}.{flood}", site, Scene(f"{FLOOD}{flood}", SEVERAL), full)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         solo_s = slowest_program_s(at["light"])
@@ -294,9 +258,15 @@ def site_of(stack: Stack, **others: float | None) -> Site:
     )
 
 
-def cell_of(name: str, site: Site, scene: Scene, size: Size, seconds: float, period_s: float) -> Cell:
+def row(
+    name: str,
+    site: Site,
+    scene: Scene,
+    full: bool,
+    seconds: float = FLOOD_SECONDS,
+    period_s: float = FLOOD_PERIOD_S,
+) -> Row:
     """One scene; light clients begin a conversation every `period_s`."""
-    full = size == "full"
     traffic = {"scene": asdict(scene), "period_s": period_s if full else QUICK_PERIOD_S}
     _, at_once = _load(traffic, "0")
     plan = Plan(
@@ -307,7 +277,7 @@ def cell_of(name: str, site: Site, scene: Scene, size: Size, seconds: float, per
         connections_per_client=max([256, *at_once.values()]),
         token_step_s=TOKEN_STEP_S,
     )
-    return Cell(name, site, TrafficSpec("isolation", traffic), plan, SEEDS if full else SEEDS[:1])
+    return Row(name, site, TrafficSpec("isolation", traffic), plan=plan)
 
 
 def _load(traffic: Mapping[str, Json], seed: str) -> tuple[tuple[Client, ...], dict[str, int]]:
@@ -333,4 +303,4 @@ def _name(row: IsolationRow) -> str:
 
 def slowest_program_s(result: Result) -> float:
     """Mean time of a program of the light client that fares worst."""
-    return max(result.number(f"program_s/{name}") for name in result.first["program_s"])
+    return max(result[f"program_s/{name}"] for name in result.first["program_s"])

@@ -1,18 +1,18 @@
 """Placements and policies beside each other, fair and not: is there one that is fair and loses to nobody?"""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 from workloads.clients import SCENARIOS, Client
 from workloads.experiments import dlpm_setting as dlpm
-from workloads.experiments.claims import Claim, Drawing, Entry, Figure, Part, Table, at_least, claim, graded
-from workloads.experiments.contract import SEEDS, Cell, Json, Result, Simulated, Size, TrafficSpec
+from workloads.experiments.claims import Claim, Entry, Part, Table, at_least, claim, graded
+from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
 from workloads.experiments.dlpm_a10g import trees
 from workloads.experiments.dlpm_setting import KINDS, MAX_RUNNING
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.plots import Figure, Panel, Panels
 from workloads.experiments.program_senders import conversations, sender
 from workloads.experiments.senders import clients_of, traffic
 from workloads.programs import PackedCodec
@@ -87,22 +87,13 @@ class Contest(Simulated):
         others have the quanta of the experiments named. Latency is the well-behaved clients': a program's for trees
         and judgements, elsewhere a first token's. Three seeds, medians."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        if size == "quick":
-            points = [(what, 2) for what in QUICK]
-        else:
-            points = [(what, number) for number in NUMBERS for what in settings(number)]
-        return [
-            replace(
-                _cell(what, number, quick=size == "quick"),
-                name=f"{what}-d{number}.{name}",
-                site=_site(what, number, contender),
-                label=contender.label,
-                seeds=SEEDS if size == "full" else SEEDS[:1],
-            )
-            for what, number in points
-            for name, contender in CONTENDERS.items()
-        ]
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        every = [(what, number) for number in NUMBERS for what in settings(number)]
+        for what, number in every if full else [(what, 2) for what in QUICK]:
+            sent, plan = _load(what, number, quick=not full)
+            for name, contender in CONTENDERS.items():
+                site = _site(what, number, contender)
+                yield Row(f"{what}-d{number}.{name}", site, sent, contender.label, plan)
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
         if cell.traffic.name == PRODUCTION:
@@ -170,12 +161,6 @@ WORKER_QUANTUM = 4 * QUANTUM
 DRAIN_S = 120.0
 
 
-def mix(replicas: int, duration_s: float, clients: int) -> TrafficSpec:
-    """Clients that ask for `LOAD` times what `replicas` replicas complete."""
-    rate = float(f"{LOAD * CAPACITY_PER_S * replicas:.4g}")
-    return TrafficSpec("production", {"rate_per_s": rate, "duration_s": duration_s, "clients": clients})
-
-
 def _mixed(spec: TrafficSpec, seed: str) -> list[Client]:
     """The mix, made from a seed in place of the traces' files, so that it is the same everywhere."""
     arguments = spec.arguments
@@ -201,9 +186,9 @@ def _small_ones(trace: Trace, seed: str) -> list[Client]:
     ]
 
 
-def _plan(duration_s: float) -> Plan:
+def _plan(duration_s: float, drain_s: float = DRAIN_S) -> Plan:
     """Requests arrive for that long; then the well-behaved clients' are waited for."""
-    return dlpm.plan(duration_s, drain_s=DRAIN_S, drain_for="well-behaved")
+    return dlpm.plan(duration_s, drain_s=drain_s, drain_for="well-behaved")
 
 
 def _observe(run: Run) -> dict[str, Json]:
@@ -217,41 +202,27 @@ def _observe(run: Run) -> dict[str, Json]:
 # ---- cells
 
 
-def _cell(what: str, number: int, *, quick: bool) -> Cell:
-    """Traffic and plan of a setting; name, site and seeds are the caller's."""
-    site = Site()
+def _load(what: str, number: int, *, quick: bool) -> tuple[TrafficSpec, Plan]:
+    """Traffic and plan of a setting on so many GPUs."""
     if what in FIGURE_7:
-        length_s = 10.0 if quick else LENGTHS_S[what][number]
         rate = KINDS[SCENARIOS[what].app].client_rate_per_s(number)
-        return Cell(
-            what,
-            site,
-            TrafficSpec(what, {"rate_per_s": rate}),
-            dlpm.plan(length_s, drain_s=dlpm.DRAIN_S, drain_for="well-behaved"),
-        )
+        length_s = 10.0 if quick else LENGTHS_S[what][number]
+        return TrafficSpec(what, {"rate_per_s": rate}), _plan(length_s, dlpm.DRAIN_S)
+    rate = float(f"{LOAD * CAPACITY_PER_S * number:.4g}")
     if what == PRODUCTION:
         length_s = 20.0 if quick else LENGTHS_S[what][number]
-        sent = mix(number, length_s, 40 if quick else 50 * number)
-        return Cell(what, site, sent, _plan(length_s))
+        arguments = {"rate_per_s": rate, "duration_s": length_s, "clients": 40 if quick else 50 * number}
+        return TrafficSpec(what, arguments), _plan(length_s)
     if what == TRACE:
-        rate = float(f"{LOAD * CAPACITY_PER_S * number:.4g}")
-        return Cell(
-            what,
-            site,
-            TrafficSpec(TRACE, {"part_s": PART_S, "rate_per_s": rate}),
-            _plan(float(f"{PART_S * TRACE_PER_S / rate:.4g}")),
-        )
+        arguments = {"part_s": PART_S, "rate_per_s": rate}
+        return TrafficSpec(what, arguments), _plan(float(f"{PART_S * TRACE_PER_S / rate:.4g}"))
     if what == FIGURE_10:
-        return Cell(what, site, trees(number), dlpm.plan(LENGTHS_S[what][number]))
+        return trees(number), dlpm.plan(LENGTHS_S[what][number])
     count = int(what.removeprefix(f"{CHAT}-"))
     names = [f"client {k}" for k in range(min(4, count))]
-    length_s = 15.0 if quick else LENGTHS_S[CHAT][number]
-    return Cell(
-        what,
-        site,
-        traffic(CHAT, *(sender(name, conversations(SYSTEM_TOKENS, TURNS), 1.0) for name in names)),
-        replace(dlpm.plan(length_s), at_once={name: count // len(names) for name in names}),
-    )
+    sent = traffic(CHAT, *(sender(name, conversations(SYSTEM_TOKENS, TURNS), 1.0) for name in names))
+    plan = dlpm.plan(15.0 if quick else LENGTHS_S[CHAT][number])
+    return sent, replace(plan, at_once={name: count // len(names) for name in names})
 
 
 TRACE_PER_S = 3.4
@@ -405,7 +376,7 @@ def _latency(grid: Grid) -> Iterator[Claim]:
         )
 
 
-def _plot(grid: Grid) -> Drawing:
+def _plot(grid: Grid) -> Panels:
     names = (OURS, "d2lpm", "preble", "lmetric", "vtc")
 
     def panel(unit: str, what: str, over: Callable[[str], float], log: str = "") -> Panel:
@@ -415,7 +386,7 @@ def _plot(grid: Grid) -> Drawing:
         }
         return Panel(y=unit, bars=bars, groups=grid.points, log=log)
 
-    return drawing(
+    return [
         [panel("throughput, × the best", "rate", grid.best)],
         [panel("P99, × ours", "p99", lambda point: grid.number(point, OURS, "p99"), "y")],
-    )
+    ]

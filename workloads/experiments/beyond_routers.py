@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from workloads.experiments import dlpm_setting as dlpm
-from workloads.experiments.claims import Figure, Part, Table, at_least, at_most, claim
+from workloads.experiments.claims import Part, Table, at_least, at_most, claim
 from workloads.experiments.contract import Cell, Json, Result, Row
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.program_senders import judge, sender
 from workloads.experiments.senders import traffic
 from workloads.records import Run
@@ -44,7 +44,7 @@ class Routers(dlpm.A10GExperiment):
             for placement in PLACEMENTS if full else ("d2lpm",):
                 fields: Json = {"placement": placement, "client_weights": WEIGHTS, "ingress": parts}
                 site = dlpm.a10g("d2lpm", replicas, **fields, **dlpm.JUDGE.quanta)
-                yield f"{ingress}.{placement}", site, sent, ""
+                yield Row(f"{ingress}.{placement}", site, sent)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         length_s = cell.plan.duration_s
@@ -90,4 +90,4 @@ class Routers(dlpm.A10GExperiment):
             for unit, path in (("service, heavy : light", "ratio"), ("tokens/s", "tokens_per_s"))
         ]
         caption = "Actual service of the client of weight 4 over that of weight 1, and throughput."
-        yield Figure("ratio", caption, drawing(panels))
+        yield Figure("ratio", caption, [panels])

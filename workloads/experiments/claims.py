@@ -4,13 +4,12 @@ An experiment's `report` yields them in any order; the page shows claims first, 
 breaks and indents of texts do not count.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+from workloads.experiments.plots import Figure
 
 Verdict: TypeAlias = Literal["yes", "partly", "no"]
 VERDICTS: tuple[Verdict, ...] = ("yes", "partly", "no")
@@ -71,23 +70,6 @@ class Table:
     @property
     def columns(self) -> list[str]:
         return plain(self.head).split(" | ")
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """How a figure is drawn: `draw` gets an empty matplotlib figure of `inches` (width, height)."""
-
-    draw: "Callable[[Canvas], None]"
-    inches: tuple[float, float] = (7.0, 3.6)
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A drawing, its caption, and its name within the experiment."""
-
-    name: str
-    caption: str
-    drawing: Drawing
 
 
 Part: TypeAlias = Claim | Table | Figure | str | Mapping[str, float | None]

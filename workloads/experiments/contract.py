@@ -10,12 +10,9 @@ record: the JSON that `measure` returns. Reports are made from records alone, on
         about = f"{RPM} requests/min of one, twice as many of the other."
         lengths_s = (600.0, 60.0)           # of a full run and of a quick one, which is a smoke test
 
-        def rows(self, full, length_s):     # or `cells`, where plans or seeds differ
+        def rows(self, full, length_s):
             for policy, label in (("vtc", "VTC"), ("fcfs", "FCFS")):
-                yield policy, Site(policy=policy), TrafficSpec("greedy", {"rpm": RPM}), label
-
-        def plan(self, length_s):
-            return Plan(length_s)
+                yield Row(policy, Site(policy=policy), TrafficSpec("greedy", {"rpm": RPM}), label)
 
         def clients(self, cell, seed):      # in the worker: the arguments alone decide
             return [Client(...)]
@@ -26,21 +23,20 @@ record: the JSON that `measure` returns. Reports are made from records alone, on
         def report(self, at):               # `at["vtc"]["tokens_per_s"]` is the median over seeds
             ratio = at["vtc"]["tokens_per_s"] / at["fcfs"]["tokens_per_s"]
             yield claim(at_least(ratio, 0.98, 0.9), f"VTC costs no throughput | 779 tokens/s | {ratio:.2f}× FCFS's")
-            yield Table("Medians", "scheduler | tokens/s", [one.row("tokens_per_s") for one in at.values()])
+            yield medians("Medians", "scheduler | tokens/s = tokens_per_s", at.values())
 
 A cell that is no simulation derives from `Experiment` and overrides `run`.
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 from workloads.clients import Client
-from workloads.experiments.claims import Entry, Part, shown
-from workloads.experiments.curves import Line
+from workloads.experiments.claims import Entry, Part, Table, plain, shown
+from workloads.experiments.plots import Line
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site, simulate
@@ -56,8 +52,6 @@ Json: TypeAlias = Any
 
 CURVES = "curves"
 """The key of `measure` that is kept for a cell's first seed only: plots show one run, and records stay small."""
-
-_FILE_NAME = re.compile(r"[a-z0-9][a-z0-9+._-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +74,6 @@ class Cell:
     """One run for each. Reports show medians, and the range where there are several."""
     label: str = ""
     """What tables and legends call it, where that is not its name."""
-
-    def __post_init__(self) -> None:
-        if not _FILE_NAME.fullmatch(self.name):
-            raise ValueError(
-                f"a cell's name is part of a file name: small letters, digits and +._-, not {self.name!r}"
-            )
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"cell {self.name} needs seeds that differ, not {self.seeds}")
 
     @property
     def title(self) -> str:
@@ -112,8 +98,15 @@ def filled(cell: Mapping[str, Json]) -> dict[str, Json]:
     return {**cell, "site": {**_plain(asdict(Site())), **cell["site"]}, "plan": plan}
 
 
-Row: TypeAlias = tuple[str, Site, TrafficSpec, str]
-"""A cell's name, site, traffic and label."""
+class Row(NamedTuple):
+    """A cell as its experiment tells it; the plan and the seeds are the experiment's where it has none of its own."""
+
+    name: str
+    site: Site
+    traffic: TrafficSpec
+    label: str = ""
+    plan: Plan | None = None
+    seeds: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,33 +130,27 @@ class Result:
         """The run with the first seed, which is the one whose curves are kept."""
         return self.runs[0]
 
-    @staticmethod
-    def at(run: Mapping[str, Json], path: str) -> Json:
-        """The entry of one run at `path`, keys joined by "/"; None where there is none."""
-        found: Json = run
-        for key in path.split("/"):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
-
     def values(self, path: str) -> list[float]:
-        """The number at `path` in every run that has one; null counts as none."""
-        return [float(value) for run in self.runs if (value := self.at(run, path)) is not None]
+        """The number at `path`, keys joined by "/", in every run that has one; null counts as none."""
+        found: list[float] = []
+        for run in self.runs:
+            value: Json = run
+            for key in path.split("/"):
+                value = value.get(key) if isinstance(value, Mapping) else None
+            found += [] if value is None else [float(value)]
+        return found
 
     def median(self, path: str) -> float | None:
         """The median over seeds; None if no run has the number."""
         values = self.values(path)
         return median(values) if values else None
 
-    def number(self, path: str) -> float:
+    def __getitem__(self, path: str) -> float:
         """The median over seeds. Raises ValueError if a run lacks the number."""
         values = self.values(path)
         if not values or len(values) < len(self.runs):
             raise ValueError(f"cell {self.cell.name}: {len(values)} of {len(self.runs)} runs have {path}")
         return median(values)
-
-    def __getitem__(self, path: str) -> float:
-        """`number`."""
-        return self.number(path)
 
     def row(self, *paths: str, digits: int = 3) -> list[Entry]:
         """A table's row: what it is called, and what is at these paths."""
@@ -183,6 +170,14 @@ class Result:
         return middle if low == high else f"{middle} ({low} to {high})"
 
 
+def medians(title: str, columns: str, results: Iterable[Result], digits: int = 3) -> Table:
+    """A row for each result: what it is called, and medians. A column is its name, "=", and where its number is."""
+    first, *others = plain(columns).split(" | ")
+    names, paths = zip(*(column.split(" = ") for column in others), strict=True)
+    head = " | ".join([first, *names])
+    return Table(title, head, [one.row(*paths, digits=digits) for one in results], digits)
+
+
 class Experiment(ABC):
     """One experiment. It has no state: workers and reports each make their own."""
 
@@ -197,28 +192,26 @@ class Experiment(ABC):
     """Paper and figures."""
     about: ClassVar[str]
     """What is run, and how it differs from the paper's setting."""
-    lengths_s: ClassVar[tuple[float, float]]
+    lengths_s: ClassVar[tuple[float, float]] = (0.0, 0.0)
     """Of a full run and of a quick one."""
     seeds: ClassVar[tuple[str, ...]] = SEEDS
     """Of a full run."""
 
+    @abstractmethod
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
-        """What to run, a row for each cell."""
-        raise NotImplementedError
+        """What to run, a row for each cell. Quick takes no longer than full."""
 
     def plan(self, length_s: float) -> Plan:
         """Of a run whose arrivals last so long."""
-        raise NotImplementedError
+        return Plan(length_s)
 
     def cells(self, size: Size) -> Sequence[Cell]:
-        """What to run. Quick takes no longer than full."""
+        """What to run."""
         full = size == "full"
-        length_s = self.lengths_s[0 if full else 1]
-        seeds = self.seeds if full else SEEDS[:1]
-        plan = self.plan(length_s)
+        length_s, seeds = (self.lengths_s[0], self.seeds) if full else (self.lengths_s[1], SEEDS[:1])
         return [
-            Cell(name, site, sent, plan, seeds, label)
-            for name, site, sent, label in self.rows(full, length_s)
+            Cell(name, site, sent, plan or self.plan(length_s), own or seeds, label)
+            for name, site, sent, label, plan, own in self.rows(full, length_s)
         ]
 
     @abstractmethod

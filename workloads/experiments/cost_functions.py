@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from sglang_fair.core.cost import make_cost
 from workloads.experiments import vtc_setting as vtc
-from workloads.experiments.claims import Figure, Part, Table, at_most, claim, graded
+from workloads.experiments.claims import Part, Table, at_most, claim, graded
 from workloads.experiments.contract import Cell, Json, Result, Row
-from workloads.experiments.curves import variation
+from workloads.experiments.plots import Figure, variation
 from workloads.experiments.senders import even
 from workloads.records import Run
 from workloads.windows import Windows, regular_times

@@ -1,15 +1,13 @@
 """DLPM, Figures 1 and 8 to 12: smaller experiments, on A10Gs."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import fmean, median
 
 from workloads.experiments import dlpm_setting as dlpm
-from workloads.experiments.claims import Figure, Part, Table, at_least, at_most, claim, graded
-from workloads.experiments.contract import SEEDS, Cell, Json, Result, Row, Size, TrafficSpec
-from workloads.experiments.curves import average, between, largest
+from workloads.experiments.claims import Part, Table, at_least, at_most, claim, graded
+from workloads.experiments.contract import SEEDS, Cell, Json, Result, Row, TrafficSpec, medians
 from workloads.experiments.dlpm_setting import CHAT, JUDGE, SCHEDULERS, TOT2, TOT3
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.plots import Figure, Panel, average, between, largest
 from workloads.experiments.program_senders import CHAT as CHATTING
 from workloads.experiments.program_senders import QUESTION_TOKENS, judge, sender, tot
 from workloads.experiments.senders import traffic
@@ -42,9 +40,9 @@ class Figure1(dlpm.A10GExperiment):
         trees = traffic("tot", *good, sender("client 3", tot(4), rate, well_behaved=False))
         for quantum in QUANTA_U if full else QUANTA_U[1::2]:
             site = dlpm.a10g("rr", policy="dlpm", quantum=float(quantum))
-            yield f"dlpm.{quantum}", site, trees, f"DLPM, Q^u = {quantum:,}"
+            yield Row(f"dlpm.{quantum}", site, trees, f"DLPM, Q^u = {quantum:,}")
         for policy in ("vtc", "lpm"):
-            yield policy, dlpm.a10g("rr", policy=policy), trees, policy.upper()
+            yield Row(policy, dlpm.a10g("rr", policy=policy), trees, policy.upper())
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         speed = {name: result["tokens_per_s"] for name, result in at.items()}
@@ -73,14 +71,9 @@ class Figure1(dlpm.A10GExperiment):
                 room to rise: within its turn a client's requests are ordered by prefix, whatever Q^u is, so
                 the smallest has a hit rate of {hits[0]:.2f}, LPM {hits[1]:.2f} and VTC {hits[2]:.2f}.""",
         )
-        yield Table(
-            "Medians over seeds (lowest to highest)",
-            "scheduler | tokens/s | hit rate | largest difference, units | bound, units | Jain, actual",
-            [
-                one.row("tokens_per_s", "hit_rate", "difference", "bound", "jain_actual")
-                for one in at.values()
-            ],
-        )
+        columns = """scheduler | tokens/s = tokens_per_s | hit rate = hit_rate |
+            largest difference, units = difference | bound, units = bound | Jain, actual = jain_actual"""
+        yield medians("Medians over seeds (lowest to highest)", columns, at.values())
         frontier = Panel(
             y="tokens/s",
             x="largest difference of service, units (less is fairer)",
@@ -93,7 +86,7 @@ class Figure1(dlpm.A10GExperiment):
             bottom=0.95 * min(speed.values()),
         )
         caption = "Throughput and the largest difference of service between clients that wait."
-        yield Figure("frontier", caption, drawing([frontier]))
+        yield Figure("frontier", caption, [[frontier]])
 
 
 # ---- Figure 8: conversations on two replicas; two clients flood, one of them calms down midway
@@ -124,7 +117,7 @@ class Figure8(dlpm.A10GExperiment):
             sender(FLOODS, CHATTING, flood, well_behaved=False),
         )
         fields: Json = CHAT.quanta | {"max_running": CHAT_RUNNING}
-        return [(name, dlpm.a10g(name, 2, **fields), sent, one.label) for name, one in SCHEDULERS.items()]
+        return [Row(name, dlpm.a10g(name, 2, **fields), sent, one.label) for name, one in SCHEDULERS.items()]
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return dlpm.observe_curves(run, window_s=20.0, step_s=4.0)
@@ -212,14 +205,14 @@ class Figure9(dlpm.A10GExperiment):
         times what the cluster does, which the paper does not state. All programs are run to their end. Q^u is
         {QUANTUM:,.0f} and Q^w {WORKER_QUANTUM:,.0f} units."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        replicas, programs = (4, TREE_PROGRAMS) if size == "full" else (2, 2)
+    seeds = SEEDS[:1]
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        replicas, programs = (4, TREE_PROGRAMS) if full else (2, 2)
         plan, sent = dlpm.plan(3600.0, programs, drain_s=None), trees(replicas)
         fields: Json = {"quantum": QUANTUM, "worker_quantum": WORKER_QUANTUM}
-        return [
-            Cell(name, dlpm.a10g(name, replicas, **fields), sent, plan, label=scheduler.label)
-            for name, scheduler in SCHEDULERS.items()
-        ]
+        for name, scheduler in SCHEDULERS.items():
+            yield Row(name, dlpm.a10g(name, replicas, **fields), sent, scheduler.label, plan)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return dlpm.observe_curves(run)
@@ -314,18 +307,12 @@ class Figure10(dlpm.A10GExperiment):
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         replicas, quanta = (4, (*QUANTA_W, *LARGER_W)) if full else (2, (QUANTA_W[0], QUANTA_W[-1]))
         for side in SIDES if full else ("a",):
-            sent = trees(replicas, factor=10 if side == "a" else 1)
-            for quantum in quanta:
-                fields: Json = TOT3.quanta | {"worker_quantum": float(quantum)}
-                yield f"{side}.{quantum}", dlpm.a10g("d2lpm", replicas, **fields), sent, f"{quantum:,}"
-            for name in OTHERS:
-                site = dlpm.a10g(name, replicas, **TOT3.quanta)
-                yield f"{side}.{name}", site, sent, SCHEDULERS[name].label
-
-    def cells(self, size: Size) -> Sequence[Cell]:
-        return [
-            replace(one, seeds=one.seeds if one.name[0] == "a" else SEEDS[:1]) for one in super().cells(size)
-        ]
+            sent, seeds = trees(replicas, factor=10 if side == "a" else 1), SEEDS[:1] if side == "b" else None
+            runs = [(f"{quantum}", "d2lpm", f"{quantum:,}", float(quantum)) for quantum in quanta]
+            runs += [(name, name, SCHEDULERS[name].label, TOT3.quanta["worker_quantum"]) for name in OTHERS]
+            for name, scheduler, label, quantum in runs:
+                site = dlpm.a10g(scheduler, replicas, quantum=TOT3.charged, worker_quantum=quantum)
+                yield Row(f"{side}.{name}", site, sent, label, seeds=seeds)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         speed = {name: result["tokens_per_s"] for name, result in at.items()}
@@ -367,15 +354,10 @@ class Figure10(dlpm.A10GExperiment):
             )
         panels = []
         for side in (side for side in SIDES if swept[side]):
-            yield Table(
-                f"({side}) {SIDES[side]}",
-                """Q^w, units, or scheduler | tokens/s | Jain's index | of actual service | hit rate | imbalance""",
-                [
-                    one.row("tokens_per_s", "jain", "jain_actual", "hit_rate", "imbalance")
-                    for name, one in at.items()
-                    if name[0] == side
-                ],
-            )
+            columns = """Q^w, units, or scheduler | tokens/s = tokens_per_s | Jain's index = jain |
+                of actual service = jain_actual | hit rate = hit_rate | imbalance = imbalance"""
+            mine = [one for name, one in at.items() if name[0] == side]
+            yield medians(f"({side}) {SIDES[side]}", columns, mine)
             quanta = [int(name[2:]) for name in swept[side]]
             others = {SCHEDULERS[name].label: f"{side}.{name}" for name in OTHERS}
             panels.append(
@@ -395,7 +377,7 @@ class Figure10(dlpm.A10GExperiment):
         caption = (
             "Throughput (above) and Jain's index (below) over Q^w; horizontal lines are the other schedulers."
         )
-        yield Figure("quantum", caption, drawing(*(list(row) for row in zip(*panels, strict=True))))
+        yield Figure("quantum", caption, list(zip(*panels, strict=True)))
 
 
 # ---- Figure 11: from five clients to fifty at the same total rate
@@ -419,7 +401,7 @@ class Figure11(dlpm.A10GExperiment):
                 rate, shape = TOT2.rate_per_s(1.5 / count), tot(2, instructions=INSTRUCTIONS)
                 crowd = traffic("tot", *(sender(f"client {k}", shape, rate) for k in range(count)))
                 site = dlpm.a10g("rr", policy=policy, quantum=TOT2.charged)
-                yield f"{policy}.{count}", site, crowd, ""
+                yield Row(f"{policy}.{count}", site, crowd)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         found = dlpm.observe(run)
@@ -475,7 +457,7 @@ class Figure11(dlpm.A10GExperiment):
         )  # fmt: skip
         lines = {dlpm.POLICIES[policy]: (counts, found) for policy, found in rates.items()}
         panel = Panel(y="service rate, units/s", x="clients", lines=lines, swept=True)
-        yield Figure("clients", "Client-side service over the number of clients.", drawing([panel]))
+        yield Figure("clients", "Client-side service over the number of clients.", [[panel]])
 
 
 # ---- Figure 12: four clients with different programs
@@ -506,7 +488,7 @@ class Figure12(dlpm.A10GExperiment):
             sender(JUDGES, judge(2), JUDGE.rate_per_s(JUDGE_PART)),
         )
         for policy, label in dlpm.POLICIES.items():
-            yield policy, dlpm.a10g("rr", policy=policy, quantum=JUDGE.charged), mixed, label
+            yield Row(policy, dlpm.a10g("rr", policy=policy, quantum=JUDGE.charged), mixed, label)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         return dlpm.observe_curves(run)
@@ -533,13 +515,8 @@ class Figure12(dlpm.A10GExperiment):
                 {jain["vtc"]:.3f}, DLPM {jain["dlpm"]:.3f}, LPM {jain["lpm"]:.3f} | Neither is above the other
                 by more than seeds differ: the light clients get all they ask for.""",
         )
-        yield Table(
-            "Medians over seeds",
-            "scheduler | end, s | tokens/s | hit rate | others' P50, s | others' P99, s | Jain, actual",
-            [
-                one.row("end_s", "tokens_per_s", "hit_rate", "p50_s", "p99_s", "jain_actual")
-                for one in at.values()
-            ],
-        )
+        columns = """scheduler | end, s = end_s | tokens/s = tokens_per_s | hit rate = hit_rate |
+            others' P50, s = p50_s | others' P99, s = p99_s | Jain, actual = jain_actual"""
+        yield medians("Medians over seeds", columns, at.values())
         caption = "Response time and actual service in 60 s windows, to each scheduler's end."
         yield Figure("time", caption, dlpm.over_time(at.values(), ("response_s", "actual")))

@@ -12,16 +12,17 @@ and hands out the next request. The times are
 CPU times are of Python on this machine; the decode step beside them is the cost model's, of an A100.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from time import process_time  # CPU time is what is measured here
 
 from router.core import Router
 from router.events import Arrive, Done, Place, Removed, Stored
-from workloads.experiments.claims import Figure, Part, Table, at_least, at_most, claim, graded
-from workloads.experiments.contract import Cell, Experiment, Measured, Result, Size, TrafficSpec
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.claims import Part, Table, at_least, at_most, claim, graded
+from workloads.experiments.contract import Cell, Experiment, Measured, Result, Row, TrafficSpec
+from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.program_senders import filler_tokens
 from workloads.session import Plan
 from workloads.simulation import Site
@@ -50,25 +51,15 @@ class Figure4(Experiment):
         measured. For reference: a decode step of Llama-3.1-8B on an A100 with {BATCH} requests, by the cost model.
         Times are this machine's."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
+    seeds = ("0",)
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         runs = [(degree, QUEUE) for degree in (REPLICAS if full else (1, 4))]
         runs += [(DEGREE, queue) for queue in (QUEUES if full else (25,)) if queue != QUEUE]
-        points = 40 if full else 8
-        return [
-            Cell(
-                f"{degree}.{queue}",
-                Site(
-                    replicas=degree,
-                    placement="centralized_dlpm",
-                    placement_options={"slots": BATCH},
-                    stall_ms=0.0,
-                ),
-                TrafficSpec("queue", {"waiting": queue, "points": points}),
-                Plan(1.0),
-            )
-            for degree, queue in runs
-        ]
+        site = Site(placement="centralized_dlpm", placement_options={"slots": BATCH}, stall_ms=0.0)
+        for degree, queue in runs:
+            sent = TrafficSpec("queue", {"waiting": queue, "points": 40 if full else 8})
+            yield Row(f"{degree}.{queue}", replace(site, replicas=degree), sent, plan=Plan(1.0))
 
     def run(self, cell: Cell, seed: str) -> Measured:
         waiting, points = cell.traffic.arguments["waiting"], cell.traffic.arguments["points"]
@@ -147,7 +138,7 @@ class Figure4(Experiment):
             for title, found in (("workers", by_degree), ("queue length", by_queue))
         ]
         caption = "The scheduler's time for one batching point; the line is one decode step."
-        yield Figure("overhead", caption, drawing(panels))
+        yield Figure("overhead", caption, [panels])
 
 
 class _Points:

@@ -2,15 +2,15 @@
 its ratios depend on: load, the run's length, limits of a replica, quanta."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 from workloads.clients import SCENARIOS
 from workloads.experiments import dlpm_setting as dlpm
-from workloads.experiments.claims import Claim, Drawing, Figure, Part, Table, claim, graded, shown
-from workloads.experiments.contract import SEEDS, Cell, Json, Result, Size, TrafficSpec
+from workloads.experiments.claims import Claim, Part, Table, claim, graded, shown
+from workloads.experiments.contract import SEEDS, Json, Result, Row
 from workloads.experiments.dlpm_setting import KINDS, SCHEDULERS, SHIPPED_STEPS, is_cut, latency
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.plots import Figure, Panel, Panels
 
 PANELS = (("qa-s1", "tot-s1", "judge-s1"), ("qa-s2", "tot-s2", "judge-s2"))
 """Scenarios as the panels lie: more requests above, longer prefixes below."""
@@ -48,24 +48,6 @@ Point = tuple[str, int]
 """Scenario and number of replicas."""
 
 
-def cell(
-    name: str,
-    scenario: str,
-    scheduler: str,
-    replicas: int,
-    duration_s: float,
-    load: float = 1.0,
-    **more: Json,
-) -> Cell:
-    """A scenario under a scheduler. The well-behaved clients' programs are waited for. `more` are fields of the
-    site."""
-    kind = SCENARIOS[scenario].app
-    traffic = TrafficSpec(scenario, {"rate_per_s": KINDS[kind].client_rate_per_s(replicas, load)})
-    plan = dlpm.plan(duration_s, drain_s=dlpm.DRAIN_S, drain_for="well-behaved")
-    label = SCHEDULERS[scheduler].label
-    return Cell(name, dlpm.site(scheduler, kind, replicas, **more), traffic, plan, label=label)
-
-
 class Figure7(dlpm.ScenarioExperiment):
     id = "dlpm-fig7"
     title = "Throughput, fairness and latency with one misbehaving client, from one to eight A100s"
@@ -81,21 +63,19 @@ class Figure7(dlpm.ScenarioExperiment):
         cache_aware is sglang-router's algorithm over replicas with LPM; with one replica it is RR+LPM, as is Preble.
         Three seeds, medians; on {NUMBERS[3]} GPUs one."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        duration_s, numbers = (LENGTH_S, NUMBERS) if full else (15.0, NUMBERS[:2])
-        found = []
-        for replicas in numbers:
+    lengths_s = (LENGTH_S, 15.0)
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        for replicas in NUMBERS if full else NUMBERS[:2]:
             names = [name for name, chosen in SCHEDULERS.items() if chosen.single or replicas > 1]
             runs: list[tuple[str, str, Mapping[str, Json]]] = [(name, name, {}) for name in names]
             runs.append((STALL_BOUND, "d2lpm", SHIPPED_STEPS))
-            seeds = SEEDS if full and replicas < max(numbers) else SEEDS[:1]
+            seeds = SEEDS[:1] if replicas == max(NUMBERS) else None
             for scenario in (*PANELS[0], *PANELS[1]):
                 for column, scheduler, more in runs:
                     name = f"{scenario}-d{replicas}-{column}"
-                    one = cell(name, scenario, scheduler, replicas, duration_s, **more)
-                    found.append(replace(one, label=COLUMNS[column], seeds=seeds))
-        return found
+                    site, sent = dlpm.scenario(scenario, scheduler, replicas, **more)
+                    yield Row(name, site, sent, COLUMNS[column], seeds=seeds)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         grid = Grid(at)
@@ -108,7 +88,7 @@ class Figure7(dlpm.ScenarioExperiment):
         for measure in MEASURES:
             yield _table(grid, measure)
             if measure.unit:
-                yield Figure(measure.name, measure.caption, _panels(grid, measure))
+                yield Figure(measure.name, measure.caption, _panels(grid, measure), one_scale=False)
         yield from _notes(grid)
 
 
@@ -415,7 +395,7 @@ def _table(grid: Grid, measure: GridMeasure) -> Table:
     )
 
 
-def _panels(grid: Grid, measure: GridMeasure) -> Drawing:
+def _panels(grid: Grid, measure: GridMeasure) -> Panels:
     """A panel for each workload, a line for each scheduler."""
 
     def panel(scenario: str) -> Panel:
@@ -432,7 +412,7 @@ def _panels(grid: Grid, measure: GridMeasure) -> Drawing:
             y=measure.unit, x="D, GPUs", title=title, lines=lines, swept=True, log="x", top=measure.top
         )
 
-    return drawing(*([panel(scenario) for scenario in row] for row in PANELS), scale="none")
+    return [[panel(scenario) for scenario in row] for row in PANELS]
 
 
 def _notes(grid: Grid) -> Iterator[str]:
@@ -494,29 +474,19 @@ class Sensitivity(dlpm.ScenarioExperiment):
         well-behaved client has ended; and the overload by well-behaved clients on one replica that gives the
         capacity from which all rates follow."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        found = []
-        for name, kind in KINDS.items():
-            rate = kind.client_rate_per_s(1, 2.0)
-            flood = TrafficSpec(f"{name}-s1", {"rate_per_s": rate, "with_bad": False})
-            plan = dlpm.plan(240.0 if full else 15.0, drain_for="well-behaved")
-            found.append(Cell(f"flood-{name}", dlpm.site("d2lpm", name, 1), flood, plan))
-        for name, (_, load, length_s, more) in VARIANTS.items():
-            if not full and name not in ("base", "load-1.2", "small-qu"):
-                continue
+    lengths_s = (LENGTH_S, 15.0)
+    seeds = SEEDS[:1]
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        for name in KINDS:
+            site, sent = dlpm.scenario(f"{name}-s1", "d2lpm", 1, load=2.0, with_bad=False)
+            yield Row(f"flood-{name}", site, sent, plan=dlpm.plan(length_s, drain_for="well-behaved"))
+        for name in VARIANTS if full else ("base", "load-1.2", "small-qu"):
+            _, load, own_s, more = VARIANTS[name]
+            plan = dlpm.plan(own_s if full else length_s, drain_s=None, drain_for="well-behaved")
             for scheduler in COMPARED[: 1 if "-q" in name else None]:
-                one = cell(
-                    f"{name}-{scheduler}",
-                    SCENARIO,
-                    scheduler,
-                    REPLICAS,
-                    length_s if full else 15.0,
-                    load,
-                    **more,
-                )
-                found.append(replace(one, plan=replace(one.plan, drain_s=None)))
-        return found
+                site, sent = dlpm.scenario(SCENARIO, scheduler, REPLICAS, load=load, **more)
+                yield Row(f"{name}-{scheduler}", site, sent, SCHEDULERS[scheduler].label, plan)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         def over(more: Result, less: Result, path: str) -> str:

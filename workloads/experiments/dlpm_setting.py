@@ -23,9 +23,8 @@ from dataclasses import dataclass
 
 from sglang_fair.settings.table import Cluster
 from workloads.clients import SCENARIOS, Client, Scale
-from workloads.experiments.claims import Drawing
 from workloads.experiments.contract import Cell, Json, Result, Simulated, TrafficSpec
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.plots import Panel, Panels
 from workloads.experiments.senders import FromSenders
 from workloads.experiments.store import rounded
 from workloads.measures import ClientSummary, summarize
@@ -131,22 +130,28 @@ A10G: Mapping[str, Json] = {
 }
 
 
-def site(scheduler: str, kind: str, replicas: int, **more: Json) -> Site:
-    """A cluster of A100s under one of `SCHEDULERS`, prompts first as in the paper. `more` are fields of the site."""
-    sizes = KINDS[kind]
-    quanta = {"quantum": sizes.quantum, "worker_quantum": sizes.worker_quantum}
-    return _site(scheduler, replicas, {"max_running": MAX_RUNNING, **quanta, **more})
-
-
-def a10g(scheduler: str, replicas: int = 1, **more: Json) -> Site:
-    """The same of A10Gs."""
-    return _site(scheduler, replicas, {**A10G, **more})
-
-
-def _site(scheduler: str, replicas: int, fields: Mapping[str, Json]) -> Site:
+def site(scheduler: str, replicas: int, **fields: Json) -> Site:
+    """Replicas under one of `SCHEDULERS`, prompts first as in the paper. `fields` are others of the site."""
     chosen = SCHEDULERS[scheduler]
     given = {"placement": chosen.placement, "policy": chosen.policy, "stall_ms": 0.0, **fields}
     return Site(replicas=replicas, **given)
+
+
+def a10g(scheduler: str, replicas: int = 1, **fields: Json) -> Site:
+    return site(scheduler, replicas, **{**A10G, **fields})
+
+
+def scenario(
+    name: str, scheduler: str, replicas: int, *, load: float = 1.0, with_bad: bool = True, **fields: Json
+) -> tuple[Site, TrafficSpec]:
+    """A scenario of Figure 7 on A100s at `load` times the rates of its rule."""
+    kind = KINDS[SCENARIOS[name].app]
+    arguments = {"rate_per_s": kind.client_rate_per_s(replicas, load)} | (
+        {} if with_bad else {"with_bad": False}
+    )
+    quanta = {"quantum": kind.quantum, "worker_quantum": kind.worker_quantum}
+    given = {"max_running": MAX_RUNNING, **quanta, **fields}
+    return site(scheduler, replicas, **given), TrafficSpec(name, arguments)
 
 
 def plan(
@@ -166,7 +171,10 @@ def plan(
 
 
 class ScenarioExperiment(Simulated):
-    """On A100s: the traffic is a scenario at a rate."""
+    """On A100s: the traffic is a scenario at a rate. The well-behaved clients' programs are waited for."""
+
+    def plan(self, length_s: float) -> Plan:
+        return plan(length_s, drain_s=DRAIN_S, drain_for="well-behaved")
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
         return clients(cell.traffic, seed)
@@ -286,7 +294,7 @@ OVER_TIME: Mapping[str, str] = {
 }
 
 
-def over_time(results: Iterable[Result], rows: Sequence[str] = tuple(OVER_TIME)) -> Drawing:
+def over_time(results: Iterable[Result], rows: Sequence[str] = tuple(OVER_TIME)) -> Panels:
     """A column for each result, a row for each kind of curve."""
 
     def panel(result: Result, what: str) -> Panel:
@@ -295,4 +303,4 @@ def over_time(results: Iterable[Result], rows: Sequence[str] = tuple(OVER_TIME))
         return Panel(y=OVER_TIME[what], title=title, lines={name: result.curve(what, name) for name in names})
 
     found = list(results)
-    return drawing(*([panel(one, what) for one in found] for what in rows))
+    return [[panel(one, what) for one in found] for what in rows]

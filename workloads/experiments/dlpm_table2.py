@@ -1,12 +1,12 @@
 """DLPM, Table 2: lengths and common prefixes of the workloads' programs, without any engine."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from workloads.arrivals import GammaArrivals
 from workloads.clients import SCENARIOS, Client, Scale, chat_client
 from workloads.experiments.claims import Entry, Part, Table
-from workloads.experiments.contract import Cell, Experiment, Measured, Result, Size, TrafficSpec
+from workloads.experiments.contract import Cell, Experiment, Measured, Result, Row, TrafficSpec
 from workloads.programs import PackedCodec
 from workloads.session import Plan
 from workloads.simulation import Site
@@ -62,12 +62,13 @@ class Table2(Experiment):
         prefix is what all requests of a program begin with; the shared one what a request has in common with any
         before it, and so what a cache that forgets nothing would save."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        programs = {"chat": 4000, "qa": 200} if size == "full" else {}
-        return [
-            Cell(name, Site(stall_ms=0.0), TrafficSpec(name, {"programs": programs.get(name, 20)}), Plan(1.0))
-            for name in (*WORKLOADS, *BAD)
-        ]
+    seeds = ("0",)
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        programs = {"chat": 4000, "qa": 200} if full else {}
+        for name in (*WORKLOADS, *BAD):
+            sent = TrafficSpec(name, {"programs": programs.get(name, 20)})
+            yield Row(name, Site(stall_ms=0.0), sent, plan=Plan(1.0))
 
     def run(self, cell: Cell, seed: str) -> Measured:
         name = cell.traffic.name
@@ -84,14 +85,9 @@ class Table2(Experiment):
 
         def row(name: str) -> list[Entry]:
             title, prefix, output = named[name]
-            paths = (
-                "requests_per_program",
-                "prompt_tokens",
-                "common_tokens",
-                "shared_tokens",
-                "output_tokens",
-            )
-            requests, prompt, common, shared, answer = at[name].row(*paths, digits=4)[1:]
+            paths = (f"{what}_tokens" for what in ("prompt", "common", "shared", "output"))
+            numbers = at[name].row("requests_per_program", *paths, digits=4)
+            _, requests, prompt, common, shared, answer = numbers
             hits = 100 * at[name]["hit_rate"]
             return [title, requests, prompt, common, prefix, shared, answer, output, hits]
 

@@ -143,7 +143,7 @@ class Crowded(Simulated):
         for suffix, surge in self.surges.items():
             crowd = TrafficSpec("crowd", {"users": USERS if full else QUICK_USERS, "surge": surge})
             for name in ("rpm", "fs") if suffix else self.schedulers:
-                yield f"{name}{suffix}", site(name), crowd, SCHEDULERS[name].label
+                yield Row(f"{name}{suffix}", site(name), crowd, SCHEDULERS[name].label)
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
         given = cell.traffic.arguments
@@ -407,7 +407,7 @@ class Table4(Simulated):
         sent = {name: round((1.0 if full else 0.15) * count) for name, count in REQUESTS.items()}
         for name in ("rpm", "vtc", "fs-w", "fs", "dlpm"):
             one = replace(site(name), replicas=1, limits={}, throttle="none")
-            yield name, one, TrafficSpec("three", {"requests": sent}), SCHEDULERS[name].label
+            yield Row(name, one, TrafficSpec("three", {"requests": sent}), SCHEDULERS[name].label)
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
         made = []

@@ -13,7 +13,7 @@ one step more or less, which an engine that schedules ahead takes, shows.
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -28,9 +28,9 @@ from sglang_fair.sim.cost_model import to_json
 from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.clusters import Cluster, SpawnCluster, flush, verify
 from workloads.driver import Driver, Endpoint
-from workloads.experiments.claims import Drawing, Entry, Figure, Part, Table, at_most, claim
-from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.claims import Entry, Part, Table, at_most, claim
+from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Row, TrafficSpec
+from workloads.experiments.plots import Figure, Panel, Panels
 from workloads.measures import prices, summarize
 from workloads.programs import Codec, PackedCodec, TokenCodec
 from workloads.records import Records, Run
@@ -87,13 +87,15 @@ class Validation(Experiment):
         `bench` on this machine's CPU, run twice, and the two models of it, calibrated first. `a100`: two replicas of
         an A100 with an 8B model, emulated {A100_TIME_SCALE:.0f} times slower than they are, and simulated."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        plan = Plan(duration_s=25.0 if full else 8.0, drain_s=8.0 if full else 4.0, drain_for="well-behaved")
-        return [
-            Cell("bench", BENCH, _traffic(ENGINES), plan),
-            Cell("a100", A100, _traffic(("emulated", "simulated"), time_scale=A100_TIME_SCALE), plan),
-        ]
+    lengths_s = (25.0, 8.0)
+    seeds = ("0",)
+
+    def plan(self, length_s: float) -> Plan:
+        return Plan(length_s, drain_s=8.0 if length_s == self.lengths_s[0] else 4.0, drain_for="well-behaved")
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        yield Row("bench", BENCH, _traffic(ENGINES))
+        yield Row("a100", A100, _traffic(("emulated", "simulated"), time_scale=A100_TIME_SCALE))
 
     def run(self, cell: Cell, seed: str) -> Measured:
         asked = cell.traffic.arguments
@@ -168,7 +170,7 @@ def _row(numbers: Mapping[str, Any], off: Mapping[str, Any] | None) -> list[Entr
     ]
 
 
-def _plot(duration_s: float, runs: Mapping[str, Json]) -> Drawing:
+def _plot(duration_s: float, runs: Mapping[str, Json]) -> Panels:
     """A panel for each engine, a line for each client."""
     times = [duration_s * (point + 1) / CURVE_POINTS for point in range(CURVE_POINTS)]
     panels = [
@@ -180,7 +182,7 @@ def _plot(duration_s: float, runs: Mapping[str, Json]) -> Drawing:
         for engine in ENGINES
         if engine in runs
     ]
-    return drawing(panels)
+    return [panels]
 
 
 def _traffic(engines: Sequence[str], time_scale: float = 1.0) -> TrafficSpec:

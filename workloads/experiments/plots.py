@@ -1,17 +1,53 @@
-"""How experiments draw: panels of curves over time, of numbers over what was swept, or of bars. Each scheduler has one
-colour on the whole page; other names have theirs by their order."""
+"""Curves, their numbers, and figures: panels of curves over time, of numbers over what was swept, or of bars. Each
+scheduler has one colour on the whole page; other names have theirs by their order."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeAlias
-
-from workloads.experiments.claims import Drawing
-from workloads.experiments.curves import Line
+from math import inf
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
+
+Line: TypeAlias = tuple[Sequence[float], Sequence[float | None]]
+"""Times, and values; None where the value is unknown."""
+
+
+# ---- numbers of a curve in [start, end]; without a value there is none, so that no claim holds for lack of data
+
+
+def between(line: Line, start: float = -inf, end: float = inf) -> list[float]:
+    """The known values."""
+    return [one for time, one in zip(*line, strict=True) if one is not None and start <= time <= end]
+
+
+def average(line: Line, start: float = -inf, end: float = inf) -> float:
+    """The mean value. Raises ValueError if no value is known, as do those below."""
+    return fmean(_some(line, start, end))
+
+
+def largest(line: Line, start: float = -inf, end: float = inf) -> float:
+    return max(_some(line, start, end))
+
+
+def variation(line: Line, start: float = -inf, end: float = inf) -> float:
+    """The standard deviation over the mean. Raises ValueError if the mean is 0, too."""
+    values = _some(line, start, end)
+    if not (mean := fmean(values)):
+        raise ValueError("the mean of a curve is 0: it has no variation")
+    return pstdev(values) / mean
+
+
+def _some(line: Line, start: float, end: float) -> list[float]:
+    if not (values := between(line, start, end)):
+        raise ValueError(f"a curve has no value from {start:g} to {end:g}")
+    return values
+
+
+# ---- figures
 
 SCHEDULERS: Mapping[str, str] = {
     "DLPM": "#1f5fa8",
@@ -35,25 +71,24 @@ SCHEDULERS: Mapping[str, str] = {
 
 OTHERS = ("#20507d", "#d1682b", "#3c8c4f", "#8a4ea0", "#c2477f", "#8c6d1f", "#2a9d8f", "#777777")
 
-Bars: TypeAlias = Mapping[str, Sequence[float | None]]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """One pair of axes."""
 
     y: str
-    x: str = "time, s"
-    title: str = ""
     lines: Mapping[str, Line] = field(default_factory=dict)
     """By their names in the legend. A missing value breaks a line."""
+    x: str = "time, s"
+    title: str = ""
+    _: KW_ONLY
     dashed: Mapping[str, Line] = field(default_factory=dict)
     """Further lines: black, or in the colour of the line of the same name."""
     levels: Mapping[str, float] = field(default_factory=dict)
     """Horizontal lines."""
     swept: bool = False
     """Points that lines connect."""
-    bars: Bars = field(default_factory=dict)
+    bars: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """A bar for each name in each of `groups`."""
     groups: Sequence[str] = ()
     log: str = ""
@@ -62,38 +97,55 @@ class Panel:
     top: float | None = None
 
 
-def drawing(*rows: Sequence[Panel], scale: Literal["row", "none"] = "row") -> Drawing:
-    """Rows of panels. Those of a row have one scale where they have one unit, unless `scale` says otherwise."""
-    columns = max(len(row) for row in rows)
-    groups = max(len(panel.groups) for row in rows for panel in row)
-    width, height = max(6.0, 3.2 * columns + 0.8, 0.45 * columns * groups), 0.4 + 3.0 * len(rows)
-    return Drawing(lambda canvas: _draw(canvas, rows, scale), (width, height))
+Panels: TypeAlias = Sequence[Sequence[Panel]]
+"""Rows of panels."""
 
 
-def _draw(canvas: "Canvas", rows: Sequence[Sequence[Panel]], scale: str) -> None:
-    grid = canvas.subplots(len(rows), max(len(row) for row in rows), squeeze=False)
-    for place, (panels, line) in enumerate(zip(rows, grid, strict=True)):
-        for panel, axes in zip(panels, line, strict=True):
-            _fill(axes, panel)
-            _label(axes, panel)
-        if len({panel.y for panel in panels}) == 1:
-            top = max(axes.get_ylim()[1] for axes in line)
-            for axes in line:
-                axes.set_ylim(top=top if scale == "row" else None)
-                axes.set_ylabel(panels[0].y if axes is line[0] else "")
-        if place < len(rows) - 1 and rows[place + 1][0].x == panels[0].x:
-            for axes in line:
-                axes.set_xlabel("")
-    every = [axes for line in grid for axes in line]
-    every[0].legend(fontsize=8)
-    for before, axes in pairwise(every):
-        names = axes.get_legend_handles_labels()[1]
-        if names and names != before.get_legend_handles_labels()[1]:
-            axes.legend(fontsize=8)
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Panels with a caption."""
+
+    name: str
+    """Within the experiment."""
+    caption: str
+    rows: Panels
+    one_scale: bool = True
+    """Whether those of a row have one scale where they have one unit."""
+
+    @property
+    def inches(self) -> tuple[float, float]:
+        """Width and height."""
+        columns = max(len(row) for row in self.rows)
+        groups = max(len(panel.groups) for row in self.rows for panel in row)
+        return max(6.0, 3.2 * columns + 0.8, 0.45 * columns * groups), 0.4 + 3.0 * len(self.rows)
+
+    def draw(self, canvas: "Canvas") -> None:
+        """On an empty matplotlib figure of `inches`."""
+        rows = self.rows
+        grid = canvas.subplots(len(rows), max(len(row) for row in rows), squeeze=False)
+        for place, (panels, line) in enumerate(zip(rows, grid, strict=True)):
+            for panel, axes in zip(panels, line, strict=True):
+                _fill(axes, panel)
+                _label(axes, panel)
+            if len({panel.y for panel in panels}) == 1:
+                top = max(axes.get_ylim()[1] for axes in line)
+                for axes in line:
+                    axes.set_ylim(top=top if self.one_scale else None)
+                    axes.set_ylabel(panels[0].y if axes is line[0] else "")
+            if place < len(rows) - 1 and rows[place + 1][0].x == panels[0].x:
+                for axes in line:
+                    axes.set_xlabel("")
+        every = [axes for line in grid for axes in line]
+        every[0].legend(fontsize=8)
+        for before, axes in pairwise(every):
+            names = axes.get_legend_handles_labels()[1]
+            if names and names != before.get_legend_handles_labels()[1]:
+                axes.legend(fontsize=8)
 
 
 def _fill(axes: "Axes", panel: Panel) -> None:
-    colours = {name: colour(name, place) for place, name in enumerate(panel.lines or panel.bars)}
+    names = enumerate(panel.lines or panel.bars)
+    colours = {name: SCHEDULERS.get(name, OTHERS[place % len(OTHERS)]) for place, name in names}
     marker = "o" if panel.swept else ""
     for name, (xs, ys) in panel.lines.items():
         axes.plot(xs, _gaps(ys), marker=marker, markersize=4, label=name, color=colours[name], linewidth=1.6)
@@ -130,11 +182,6 @@ def _label(axes: "Axes", panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=10)
     axes.grid(visible=True, color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
-
-
-def colour(name: str, place: int) -> str:
-    """A scheduler's own, or by place among the names of its panel."""
-    return SCHEDULERS.get(name, OTHERS[place % len(OTHERS)])
 
 
 def _gaps(values: Sequence[float | None]) -> list[float]:

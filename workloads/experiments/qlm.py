@@ -1,7 +1,7 @@
 """QLM's figures on simulated clusters: one model, several models, unlike replicas, unlike requests, and overheads."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from sglang_fair.bench.queue import measure as measure_calls
@@ -9,9 +9,9 @@ from sglang_fair.bench.queue import measure_plan
 from workloads.deadlines.measures import attained, measure, percentile
 from workloads.deadlines.run import Outcome
 from workloads.deadlines.traffic import Stream
-from workloads.experiments.claims import Figure, Part, Table, at_least, at_most, claim, graded
-from workloads.experiments.contract import Cell, Json, Measured, Result, Size, TrafficSpec
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.claims import Part, Table, at_least, at_most, claim, graded
+from workloads.experiments.contract import Cell, Json, Measured, Result, Row, TrafficSpec, medians
+from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.qlm_setting import (
     A10,
     A100,
@@ -21,16 +21,16 @@ from workloads.experiments.qlm_setting import (
     TRACE,
     W_B,
     Deadlines,
-    cell,
-    cells,
     columns,
     other,
     points,
     qlm,
     ratio,
+    row,
     rule,
     run_of,
     swept,
+    systems,
     w_a,
     w_b,
     with_fleet,
@@ -60,8 +60,7 @@ class Blocking(Deadlines):
         without the time of a prefill. Without eviction interactive requests still go first; a third replica serves
         in order of arrival."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         fleet = qlm(1, new_token_ratio=RESERVES)
         without = without_eviction(fleet)
         sites = {
@@ -70,15 +69,13 @@ class Blocking(Deadlines):
             "none": ("without eviction", without),
             "fcfs": ("in order of arrival", replace(without, policy="fcfs", policy_options="")),
         }
-        found = []
         for outputs in (1.0, LONG) if full else (LONG,):
             batch = Stream(MODEL, "batch-2", 1e4, count=BATCH if full else 80, outputs=outputs)
             count = CHATS if full else 10
             chats = Stream(MODEL, "interactive", CHATS_PER_S, from_s=BEGIN_S, count=count, slo_s=SLO_S)
             suffix, more = (".long", ", long answers") if outputs > 1 else ("", "")
             for name, (label, site) in sites.items():
-                found.append(cell(f"{name}{suffix}", site, [batch, chats], most=None, label=label + more))
-        return found
+                yield row(f"{name}{suffix}", site, [batch, chats], None, label + more)
 
     def measure(self, cell: Cell, outcome: Outcome) -> Mapping[str, Json]:
         """Waiting is until the first token, less the time of a prefill alone: `alone_s` of the replica's model."""
@@ -106,19 +103,9 @@ class Blocking(Deadlines):
                 of their own class too, which no eviction takes back, and without eviction they are still
                 first when memory is free.""",
         )
-        paths = (
-            "wait_mean_s",
-            "wait_p50_s",
-            "wait_p99_s",
-            "classes/interactive/attained",
-            "evictions",
-            "end_s",
-        )
-        yield Table(
-            "Interactive requests",
-            "replica | wait, mean, s | wait, P50, s | wait, P99, s | in time | evictions | batch done, s",
-            [one.row(*paths) for one in at.values()],
-        )
+        head = """replica | wait, mean, s = wait_mean_s | wait, P50, s = wait_p50_s | wait, P99, s = wait_p99_s |
+            in time = classes/interactive/attained | evictions = evictions | batch done, s = end_s"""
+        yield medians("Interactive requests", head, at.values())
         yield {"wait_ratio_eviction": without_s / with_s}
 
 
@@ -135,18 +122,14 @@ class Drain(Deadlines):
     about = f"""{EACH} requests of each of three models come at once to few A100s, which hold one model at a time.
         QLM serves groups of one model; EDF takes one request after the other and loads what it needs."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         models = {model: W_B[model] for model in DRAINED}
         streams = [Stream(model, "batch-2", 1000.0, count=EACH if full else 40) for model in DRAINED]
-        found = []
         for replicas in (2, 4) if full else (2,):
             fleet = qlm(replicas, models)
-            label = f"groups (QLM), {replicas}"
-            found.append(cell(f"grouped.{replicas}", fleet, streams, most=None, label=label))
+            yield row(f"grouped.{replicas}", fleet, streams, None, f"groups (QLM), {replicas}")
             names = ("rule", "edf", "affine")
-            found += cells(names, f"{replicas}", fleet, streams, None, f"{{}}, {replicas}")
-        return found
+            yield from systems(names, f"{replicas}", fleet, streams, None, f"{{}}, {replicas}")
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         edf, affine = (
@@ -159,11 +142,8 @@ class Drain(Deadlines):
                 again and again | {edf:.1f} times at least; {affine:.1f} times, if it prefers workers that
                 have the model""",
         )
-        yield Table(
-            "Until the queue is empty, by the number of A100s",
-            "system | seconds | models loaded | part of the time computing",
-            [one.row("end_s", "swaps", "busy_part") for one in at.values()],
-        )
+        head = "system | seconds = end_s | models loaded = swaps | part of the time computing = busy_part"
+        yield medians("Until the queue is empty, by the number of A100s", head, at.values())
         yield {"edf_drain_over_grouped": edf}
 
 
@@ -188,12 +168,10 @@ class Sweep(Deadlines):
         longest possible one, and do not change while they run. Here and below `deadline` is this project's own
         placement, beside the paper's method."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        fleet, found = qlm(SWEEP_REPLICAS), []
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         for rate in RATES if full else RATES[-1:]:
-            found += cells(SWEPT, f"{rate:.0f}", fleet, w_a(rate), TRACE if full else 400)
-        return found
+            most = TRACE if full else 400
+            yield from systems(SWEPT, f"{rate:.0f}", qlm(SWEEP_REPLICAS), w_a(rate), most)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         rates = swept(at)
@@ -287,7 +265,7 @@ def _by_rate(at: Mapping[str, Result]) -> Iterator[Part]:
     }
     panel = Panel(y="in time, %", x="requests/s", lines=lines, swept=True)
     caption = "Part of the requests whose first token is in time, by requests a second."
-    yield Figure("attained", caption, drawing([panel]))
+    yield Figure("attained", caption, [[panel]])
 
 
 # ---- Figure 11
@@ -304,8 +282,7 @@ class Ablation(Deadlines):
         times as long as ShareGPT's, and {ALONE_S:.0f} s later interactive requests, {ABLATION_CHATS_PER_S:.0f} a
         second. QLM as it is, and without one operation at a time."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         fleet, scale = qlm(REPLICAS if full else 1, new_token_ratio=RESERVES), 1.0 if full else 0.25
         rate = ABLATION_CHATS_PER_S * scale
         streams = [
@@ -320,7 +297,7 @@ class Ablation(Deadlines):
             "pulling": ("without pulling", other("push", fleet, "slo")),
             "balance": ("assigned at random", other("spread", fleet, "slo", by="random")),
         }
-        return [cell(name, one, streams, most=None, label=label) for name, (label, one) in without.items()]
+        return [row(name, one, streams, None, label) for name, (label, one) in without.items()]
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         chats = "classes/interactive/attained"
@@ -345,12 +322,9 @@ class Ablation(Deadlines):
                 requests | Replicas with the same policy take requests back themselves, so who is sent too
                 early or elsewhere is not lost.""",
         )
-        paths = ("attained", chats, "classes/interactive/p99_s", "throughput_per_s", "evictions")
-        yield Table(
-            "In time",
-            "system | all | interactive | interactive, P99 s | requests/s | evictions",
-            [one.row(*paths) for one in at.values()],
-        )
+        head = f"""system | all = attained | interactive = {chats} | interactive, P99 s = classes/interactive/p99_s |
+            requests/s = throughput_per_s | evictions = evictions"""
+        yield medians("In time", head, at.values())
         yield {
             "points_lost_no_eviction": eviction,
             "points_lost_no_swap": swap,
@@ -379,15 +353,13 @@ class Models(Deadlines):
         {SMALL_RATES[0]:.0f} to {SMALL_RATES[2]:.0f}, where operations are left out at {ABLATION_RATE:.0f}. Weights
         come from the host's memory with twenty gigabytes a second, or from disk with two."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        most = TRACE // 2 if full else 200
-        fleet, found = qlm(SMALL_REPLICAS, W_B), []
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        most, fleet = TRACE // 2 if full else 200, qlm(SMALL_REPLICAS, W_B)
         for rate in MODELS_RATES if full else ():
             many = qlm(PAPER_REPLICAS, W_B)
-            found += cells(SEVERAL, f"{PAPER_REPLICAS}.{rate:.0f}", many, w_b(rate), TRACE)
+            yield from systems(SEVERAL, f"{PAPER_REPLICAS}.{rate:.0f}", many, w_b(rate))
         for rate in SMALL_RATES if full else (ABLATION_RATE,):
-            found += cells(SEVERAL, f"{SMALL_REPLICAS}.{rate:.0f}", fleet, w_b(rate), most)
+            yield from systems(SEVERAL, f"{SMALL_REPLICAS}.{rate:.0f}", fleet, w_b(rate), most)
         without = {
             "no-swap": ("each keeps its model", with_fleet(fleet, swaps=False)),
             "cold": ("models from disk", with_fleet(fleet, warm=False)),
@@ -395,8 +367,7 @@ class Models(Deadlines):
             "random": ("assigned at random", other("spread", fleet, "slo", by="random")),
         }
         for name, (label, one) in without.items():
-            found.append(cell(name, one, w_b(ABLATION_RATE), most=most, label=label))
-        return found
+            yield row(name, one, w_b(ABLATION_RATE), most, label)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         runs = sorted(
@@ -437,11 +408,9 @@ class Models(Deadlines):
                 [[replicas, rate, *columns(at, SEVERAL, name, path)] for replicas, rate, name in runs],
             )
         parts = (base, "no-swap", "cold", "no-eviction", "random")
-        yield Table(
-            "Without one operation, on few replicas",
-            "system | in time | served | requests/s | models loaded | seconds of loading",
-            [at[name].row("attained", "ended", "throughput_per_s", "swaps", "swap_s") for name in parts],
-        )
+        head = """system | in time = attained | served = ended | requests/s = throughput_per_s |
+            models loaded = swaps | seconds of loading = swap_s"""
+        yield medians("Without one operation, on few replicas", head, [at[name] for name in parts])
         yield {"throughput_over_edf": edf, "attained": met, "throughput_lost_no_swap": served}
 
 
@@ -462,15 +431,12 @@ class Hardware(Deadlines):
         {MIX_RATE:.0f} requests a second. QLM learns how fast each is; the others send requests to replicas in turn
         or at random. The gain is in throughput until the last answer, over the better of the two."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        found = []
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         for slow in (0, 1, 2, 3, 6) if full else (0, 3):
             gpus = [A10] * slow + [A100] * (MIXED_REPLICAS - slow)
             fleet = qlm(MIXED_REPLICAS, SEVEN_B, gpus=gpus)
             label = f"{{}}, {100 * slow / MIXED_REPLICAS:.0f}% A10"
-            found += cells(MIXED, f"{slow}", fleet, w_a(MIX_RATE), TRACE if full else 300, label)
-        return found
+            yield from systems(MIXED, f"{slow}", fleet, w_a(MIX_RATE), TRACE if full else 300, label)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         gains = {
@@ -519,15 +485,12 @@ class Mega(Deadlines):
         One is as much work as {MEGA_COST:.0f} usual requests, so the more there are, the fewer requests come. The
         gain is in requests in time, over FCFS."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        found = []
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         for part in (0.0, 0.1, 0.5, 1.0) if full else (0.1,):
             fewer = 1 + part * (MEGA_COST - 1)
             streams = w_a(MEGA_WORK / fewer, mega=part)
             most = round((TRACE if full else 200) / fewer)
-            found += cells(MEGA, f"{100 * part:.0f}", qlm(MEGA_REPLICAS), streams, most)
-        return found
+            yield from systems(MEGA, f"{100 * part:.0f}", qlm(MEGA_REPLICAS), streams, most)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         gains = {int(part): points(at, f"qlm.{part}", f"fcfs.{part}") for part in swept(at)}
@@ -562,12 +525,10 @@ class Queues(Deadlines):
     about = f"""W_B on {QUEUE_REPLICAS} A100, fewer than there are models, at {QUEUE_RATES[0]:.0f} to
         {QUEUE_RATES[2]:.0f} requests a second of both classes each."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        fleet, found = qlm(QUEUE_REPLICAS, W_B), []
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         for rate in QUEUE_RATES if full else QUEUE_RATES[:2]:
-            found += cells(QUEUED_UP, f"{rate:.0f}", fleet, w_b(rate), TRACE if full else 200)
-        return found
+            most = TRACE if full else 200
+            yield from systems(QUEUED_UP, f"{rate:.0f}", qlm(QUEUE_REPLICAS, W_B), w_b(rate), most)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         rates = swept(at)
@@ -618,24 +579,17 @@ class Overhead(Deadlines):
         plan of {GROUPS} groups on {QUEUES} queues for each group, and a request's arrival, pull and end, with
         {QUEUED:,} requests in the queue."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        most, found = TRACE if full else 300, []
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        most = TRACE if full else 300
         for delta in (1, 4, 16) if full else (1, 4):
-            options = {"delta": float(delta)}
-            one, several = (qlm(DELTA_REPLICAS, models, options=options) for models in (ONE_MODEL, W_B))
-            found += [
-                cell(f"one.{delta}", one, w_a(DELTA_RATE), most=most, label=f"one, {delta}"),
-                cell(
-                    f"several.{delta}",
-                    several,
-                    w_b(DELTA_MODELS_RATE),
-                    most=most // 2,
-                    label=f"several, {delta}",
-                ),
-            ]
+            for kind, models, sent, part in (
+                ("one", ONE_MODEL, w_a(DELTA_RATE), most),
+                ("several", W_B, w_b(DELTA_MODELS_RATE), most // 2),
+            ):
+                fleet = qlm(DELTA_REPLICAS, models, options={"delta": float(delta)})
+                yield row(f"{kind}.{delta}", fleet, sent, part, f"{kind}, {delta}")
         bench = TrafficSpec("bench", {"queued": QUEUED if full else SMALL_QUEUED})
-        return [*found, Cell("cost", Site(), bench, Plan(10.0), ("1",), "cost")]
+        yield Row("cost", Site(), bench, "cost", Plan(10.0), ("1",))
 
     def run(self, cell: Cell, seed: str) -> Measured:
         if cell.traffic.name != "bench":
@@ -673,15 +627,9 @@ class Overhead(Deadlines):
                 ms, of which {cost["calls_ms"]:.2f} ms for its own calls; a plan takes {cost["plan_s"]:.1f} s
                 | A plan is asked for once for each group.""",
         )
-        yield Table(
-            "In time",
-            "models, delta | in time | requests/s | plans | models loaded",
-            [
-                at[f"{name}.{delta}"].row("attained", "throughput_per_s", "plans", "swaps")
-                for name in kinds
-                for delta in deltas
-            ],
-        )
+        head = """models, delta | in time = attained | requests/s = throughput_per_s | plans = plans |
+            models loaded = swaps"""
+        yield medians("In time", head, [at[f"{name}.{delta}"] for name in kinds for delta in deltas])
         paths = ("requests_per_group", "plan_s", "calls_ms", "ms_per_request", "pull_us_p99")
         yield Table(
             "CPU time",
@@ -707,27 +655,16 @@ class Needed(Deadlines):
         Llama-70B in four bits with interactive requests at {ONE_RATE:.0f} a second, and several models (W_B) at
         {SEVERAL_RATE:.0f} of both classes each."""
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         traffics = {
             "one": (SEVENTY, [Stream("llama-70b", "interactive", ONE_RATE)], 600),
             "several": (W_B, w_b(SEVERAL_RATE), 800),
         }
-        found = []
+        more = {"most_replicas": MOST_REPLICAS if full else 4}
         for name in ("qlm", "deadline", "shepherd", "edf"):
-            label, system = SYSTEMS[name]
-            for kind, (models, streams, most) in traffics.items():
-                found.append(
-                    cell(
-                        f"{name}.{kind}",
-                        system(qlm(1, models)),
-                        streams,
-                        most=most if full else 60,
-                        label=f"{label}, {kind}",
-                        most_replicas=MOST_REPLICAS if full else 4,
-                    )
-                )
-        return found
+            for kind, (models, sent, most) in traffics.items():
+                label = f"{{}}, {kind}"
+                yield from systems([name], kind, qlm(1, models), sent, most if full else 60, label, **more)
 
     def run(self, cell: Cell, seed: str) -> Measured:
         most_replicas = cell.traffic.arguments["most_replicas"]
@@ -765,9 +702,7 @@ class Needed(Deadlines):
                 until they end, so it loads as few models as QLM does, and at this rate its lower throughput
                 is enough. QLM, with as few replicas, has some requests wait for a model to come back.""",
         )
-        yield Table(
-            "Fewest replicas",
-            "system, models | replicas | in time",
-            [found.row("replicas", "attained") for found in at.values()],
+        yield medians(
+            "Fewest replicas", "system, models | replicas = replicas | in time = attained", at.values()
         )
         yield {"gpus_over_shepherd_one": one, "gpus_over_shepherd_several": several}

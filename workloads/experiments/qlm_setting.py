@@ -10,14 +10,13 @@ for each: 50 would hold all of a trace in memory at once, and nobody would wait.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from math import isfinite
+from dataclasses import replace
 from typing import Any
 
 from workloads.deadlines.measures import measure
 from workloads.deadlines.run import Outcome, simulate
 from workloads.deadlines.traffic import Stream, requests
-from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, TrafficSpec
+from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Row, TrafficSpec
 from workloads.session import Plan
 from workloads.simulation import Fleet, Site
 
@@ -125,38 +124,29 @@ def w_b(rate_per_s: float) -> list[Stream]:
     return first + [Stream(model, "batch-2", rate_per_s / len(BATCH_2)) for model in BATCH_2]
 
 
-def cell(
-    name: str,
-    site: Site,
-    streams: Sequence[Stream],
-    *,
-    most: int | None = TRACE,
-    seeds: tuple[str, ...] = ("0",),
-    label: str = "",
-    **more: Json,
-) -> Cell:
-    """One site on one traffic; `more` are further arguments for who measures."""
+def row(name: str, site: Site, streams: Sequence[Stream], most: int | None, label: str, **more: Json) -> Row:
+    """One site on one traffic of at most so many requests; `more` are further arguments of the traffic."""
     rate = sum(stream.rate_per_s for stream in streams)
     duration_s = most / rate if most is not None and rate else 100.0
-    arguments = {"streams": [_finite(asdict(stream)) for stream in streams], "most": most, **more}
-    return Cell(name, site, TrafficSpec("deadlines", arguments), Plan(duration_s), seeds, label)
+    arguments = {"streams": [stream.to_json() for stream in streams], "most": most, **more}
+    return Row(name, site, TrafficSpec("deadlines", arguments), label, Plan(duration_s))
 
 
-def cells(
+def systems(
     names: Sequence[str],
     suffix: str,
     fleet: Site,
     streams: Sequence[Stream],
-    most: int | None,
+    most: int | None = TRACE,
     label: str = "{}",
-) -> list[Cell]:
+    **more: Json,
+) -> list[Row]:
     """These systems on one traffic."""
-    found = []
-    for name in names:
-        called, system = SYSTEMS[name]
-        made = cell(f"{name}.{suffix}", system(fleet), streams, most=most, label=label.format(called))
-        found.append(made)
-    return found
+    chosen = ((name, *SYSTEMS[name]) for name in names)
+    return [
+        row(f"{name}.{suffix}", system(fleet), streams, most, label.format(called), **more)
+        for name, called, system in chosen
+    ]
 
 
 def swept(at: Mapping[str, Result]) -> list[str]:
@@ -167,13 +157,6 @@ def swept(at: Mapping[str, Result]) -> list[str]:
 def columns(at: Mapping[str, Result], names: Sequence[str], suffix: str, path: str = "attained") -> list[str]:
     """Of these systems on one traffic."""
     return [at[f"{name}.{suffix}"].shown(path) for name in names]
-
-
-def _finite(values: Mapping[str, Json]) -> dict[str, Json]:
-    return {
-        name: None if isinstance(value, float) and not isfinite(value) else value
-        for name, value in values.items()
-    }
 
 
 def run_of(cell: Cell, seed: str, site: Site | None = None) -> Outcome:
@@ -187,6 +170,7 @@ class Deadlines(Experiment):
     """An experiment whose cells are such runs."""
 
     bounds_steps = False
+    seeds = ("0",)
 
     def run(self, cell: Cell, seed: str) -> Measured:
         outcome = run_of(cell, seed)
@@ -199,9 +183,9 @@ class Deadlines(Experiment):
 
 def points(results: Mapping[str, Result], one: str, other: str, path: str = "attained") -> float:
     """By how many percentage points more are in time in a cell than in another."""
-    return 100 * (results[one].number(path) - results[other].number(path))
+    return 100 * (results[one][path] - results[other][path])
 
 
 def ratio(results: Mapping[str, Result], one: str, other: str, path: str) -> float:
     """A number of a cell over that of another."""
-    return results[one].number(path) / results[other].number(path)
+    return results[one][path] / results[other][path]

@@ -1,6 +1,6 @@
 """QLM, Figures 3 and 18: how long a request waits in a long queue, and how well that is known before."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -12,9 +12,18 @@ from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.replica import Finished, Progress, Replica, Settings, SimRequest
 from sglang_fair.sim.shapes import SHAPES
 from workloads.deadlines.traffic import LONGEST_TOKENS, Asked, Stream, requests
-from workloads.experiments.claims import Figure, Part, Table, at_least, claim
-from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Size, TrafficSpec
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.claims import Part, Table, at_least, claim
+from workloads.experiments.contract import (
+    Cell,
+    Experiment,
+    Json,
+    Measured,
+    Result,
+    Row,
+    TrafficSpec,
+    medians,
+)
+from workloads.experiments.plots import Figure, Panel
 from workloads.session import Plan
 from workloads.simulation import Site
 
@@ -46,18 +55,16 @@ class Waits(Experiment):
         order of arrival; a second queue has prompts {LONG:.0f} times as long. The estimator has seen another such
         queue drain. Its R² is over the requests of so many groups, each of {DELTA} average batches."""
     bounds_steps = False
+    seeds = ("0",)
 
-    def cells(self, size: Size) -> Sequence[Cell]:
-        full = size == "full"
-        found = []
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         for engine, (called, most) in list(ENGINES.items())[: None if full else 1]:
             for prompts in (1.0, LONG):
                 queued = (most if prompts == 1.0 else most // 3) if full else 400
                 name = engine.replace("/", ".") + (".long" if prompts > 1 else "")
                 arguments = {"engine": engine, "prompts": prompts, "queued": queued}
                 label = called + (", long prompts" if prompts > 1 else "")
-                found.append(Cell(name, Site(), TrafficSpec("queue", arguments), Plan(100.0), ("0",), label))
-        return found
+                yield Row(name, Site(), TrafficSpec("queue", arguments), label, Plan(100.0))
 
     def run(self, cell: Cell, seed: str) -> Measured:
         told = cell.traffic.arguments
@@ -109,18 +116,16 @@ class Waits(Experiment):
                 for groups in GROUPS
             ],
         )  # fmt: skip
-        yield Table(
-            "Each engine",
-            "engine | average batch | R² of a line | over-estimated in a short queue",
-            [one.row("batch", "r2_line", "over_estimated_short") for one in at.values()],
-        )
+        columns = """engine | average batch = batch | R² of a line = r2_line |
+            over-estimated in a short queue = over_estimated_short"""
+        yield medians("Each engine", columns, at.values())
         waited, said = (
             {one.cell.title: (one.first["curve"]["places"], one.first["curve"][what]) for one in usual}
             for what in ("waited_s", "said_s")
         )
         panel = Panel(y="wait, s", x="requests in front", lines=waited, dashed=said)
         caption = "Wait by place in the queue (lines), and as estimated before (dashes)."
-        yield Figure("waits", caption, drawing([panel]))
+        yield Figure("waits", caption, [[panel]])
         yield {
             "r2_line": line,
             "r2_four_groups": known,

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from sglang_fair.core import POLICIES
 from sglang_fair.settings.table import Cluster
-from workloads.experiments.claims import Claim, Figure, Report, Table, plain, shown
+from workloads.experiments.claims import Claim, Report, Table, plain, shown
 from workloads.experiments.contract import Cell, Experiment, Result, Size
+from workloads.experiments.plots import Figure
 from workloads.experiments.store import Record
 
 DPI = 110
@@ -122,8 +123,8 @@ def draw(told: Iterable[Reported], folder: Path, suffixes: Sequence[str] = ("png
             for suffix in suffixes:
                 path = folder / figure_file(one.experiment.id, figure, suffix)
                 with rc_context({"svg.hashsalt": "sglang-fair", "svg.fonttype": "none"}):
-                    canvas = Canvas(figsize=figure.drawing.inches, layout="constrained")
-                    figure.drawing.draw(canvas)
+                    canvas = Canvas(figsize=figure.inches, layout="constrained")
+                    figure.draw(canvas)
                     canvas.savefig(path, dpi=DPI, metadata=_METADATA[suffix])
                 written.append(path)
     return written

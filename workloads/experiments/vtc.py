@@ -6,10 +6,9 @@ from statistics import fmean
 
 from sglang_fair.core.cost import make_cost
 from workloads.experiments import vtc_setting as vtc
-from workloads.experiments.claims import Claim, Figure, Part, Table, at_least, at_most, claim, graded
+from workloads.experiments.claims import Claim, Part, Table, at_least, at_most, claim, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, TrafficSpec
-from workloads.experiments.curves import Line, average, variation
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.plots import Figure, Line, Panel, average, variation
 from workloads.experiments.senders import even, on_off, poisson
 from workloads.experiments.vtc_setting import BOUND, IN_STEP, LENGTH_S, TOKENS, WINDOW_S
 from workloads.records import Run
@@ -418,9 +417,7 @@ class Pools(vtc.VtcExperiment):
                 ("pool of 35 000, by length", by_length),
             )
         ]
-        yield Figure(
-            "difference", "Difference of accumulated service, VTC, requests in step.", drawing(panels)
-        )
+        yield Figure("difference", "Difference of accumulated service, VTC, requests in step.", [panels])
 
 
 # ---- Figure 16: clients of unlike weights

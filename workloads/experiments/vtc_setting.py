@@ -12,10 +12,9 @@ from statistics import fmean
 
 from sglang_fair.core.cost import Cost, make_cost
 from workloads.experiments import senders
-from workloads.experiments.claims import Drawing, Entry
+from workloads.experiments.claims import Entry
 from workloads.experiments.contract import Cell, Json, Result, Row, TrafficSpec
-from workloads.experiments.curves import Line, largest
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.plots import Line, Panel, Panels, largest
 from workloads.programs import Outcome
 from workloads.records import Run
 from workloads.session import Plan
@@ -83,7 +82,7 @@ def site(policy: str, options: str = "", **more: Json) -> Site:
 
 def row(name: str, policy: str, sent: TrafficSpec, label: str = "", **more: Json) -> Row:
     """A traffic under a policy. `more` are fields of the site."""
-    return name, site(policy, **more), sent, label or LABELS[policy]
+    return Row(name, site(policy, **more), sent, label or LABELS[policy])
 
 
 def sent(
@@ -230,19 +229,19 @@ def clients(result: Result, what: str, y: str, title: str = "", **more: Json) ->
     return Panel(y=y, title=title, lines={name: result.curve(what, name) for name in names}, **more)
 
 
-def rates_and_responses(result: Result) -> Drawing:
+def rates_and_responses(result: Result) -> Panels:
     """Two panels: the clients' service rates with their sum, and their response times."""
     total = {"total": total_rate(result)}
-    return drawing([clients(result, "rate", RATE, dashed=total), clients(result, "response_s", RESPONSE)])
+    return [[clients(result, "rate", RATE, dashed=total), clients(result, "response_s", RESPONSE)]]
 
 
-def rates(results: Mapping[str, Result]) -> Drawing:
+def rates(results: Mapping[str, Result]) -> Panels:
     """A panel of the clients' service rates for each named result."""
-    return drawing([clients(result, "rate", RATE, title) for title, result in results.items()])
+    return [[clients(result, "rate", RATE, title) for title, result in results.items()]]
 
 
-def accumulated(*results: Result, bound: float | None = None) -> Drawing:
+def accumulated(*results: Result, bound: float | None = None) -> Panels:
     """The accumulated difference of each scheduler over time."""
     lines = {result.cell.title: accumulated_curve(result) for result in results}
     levels = {} if bound is None else {f"bound {bound:,.0f}": bound}
-    return drawing([Panel(y="difference of service, units", lines=lines, levels=levels)])
+    return [[Panel("difference of service, units", lines, levels=levels)]]

@@ -7,9 +7,9 @@ from statistics import fmean, median
 from sglang_fair.core.cost import make_cost
 from workloads.clients import Client
 from workloads.experiments import vtc_setting as vtc
-from workloads.experiments.claims import Claim, Drawing, Entry, Figure, Part, Table, at_least, claim, graded
+from workloads.experiments.claims import Claim, Entry, Part, Table, at_least, claim, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
-from workloads.experiments.plots import Panel, drawing
+from workloads.experiments.plots import Figure, Panel, Panels
 from workloads.programs.codec import PackedCodec
 from workloads.programs.prose import seeded
 from workloads.records import Run
@@ -89,7 +89,7 @@ class ArenaTrace(Simulated):
         sent = TrafficSpec("arena", {"duration_s": length_s})
         runs = [(label, "linear") for label in SCHEDULERS if full or label not in NOT_QUICK]
         for label, cost in (*runs, *((label, "profiled") for label in COUNTING)):
-            yield _cell(label, cost), vtc.site(*SCHEDULERS[label], cost=cost), sent, label
+            yield Row(_cell(label, cost), vtc.site(*SCHEDULERS[label], cost=cost), sent, label)
 
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
         whole = come_and_go(arena(seed=seed), seed)
@@ -144,7 +144,7 @@ class ArenaTrace(Simulated):
             swept=True,
             levels={label: linear[label]["tokens_per_s"] for label in ("VTC", "FCFS")},
         )
-        yield Figure("rpm-throughput", "Figure 14: throughput by limit.", drawing([throughput]))
+        yield Figure("rpm-throughput", "Figure 14: throughput by limit.", [[throughput]])
 
     def _tables_2_and_3(
         self, linear: Mapping[str, Result], profiled: Mapping[str, Result]
@@ -258,10 +258,10 @@ def _row(result: Result) -> list[Entry]:
     return [result.cell.title, *waits, median(refused)]
 
 
-def _responses(found: Mapping[str, Result]) -> Drawing:
+def _responses(found: Mapping[str, Result]) -> Panels:
     panels = []
     for label, one in found.items():
         drawn = one.first["drawn"]
         lines = {f"client of rank {rank}": one.curve("response_s", name) for rank, name in drawn.items()}
         panels.append(Panel(y=vtc.RESPONSE, title=label, lines=lines))
-    return drawing(panels)
+    return [panels]
