@@ -20,7 +20,7 @@ from workloads.experiments.claims import Claim, Report, Table, at_least, at_most
 from workloads.experiments.command import chosen, main, on_page
 from workloads.experiments.contract import SIZES, Cell, Experiment, Result, TrafficSpec
 from workloads.experiments.dlpm_table2 import WORKLOADS, Table2
-from workloads.experiments.senders import clients_of, even, on_off, poisson, sender, traffic
+from workloads.experiments.senders import clients_of, even, on_off, poisson, single, traffic
 from workloads.session import Plan
 from workloads.simulation import Site
 
@@ -108,12 +108,12 @@ def test_bands_decide_the_verdict(value, verdict):
 def test_senders_are_told_by_json_and_depend_on_the_seed_alone():
     told = traffic(
         "t",
-        sender("even", even(60), 8, 4),
-        sender("waiting", even(60, 5), 8, 4),
-        sender("on-off", on_off(60, 5, 5), 8, 4),
-        sender("poisson", poisson(60), 8, 4),
-        sender("ramp", {"kind": "ramp", "rpm": 6, "to_rpm": 120, "over_s": 20}, 8, 4),
-        sender("phases", {"kind": "phases", "phases": [[10, even(60)], [10, even(120)]]}, 8, 4),
+        single("even", even(60), 8, 4),
+        single("waiting", even(60, 5), 8, 4),
+        single("on-off", on_off(60, 5, 5), 8, 4),
+        single("poisson", poisson(60), 8, 4),
+        single("ramp", {"kind": "ramp", "rpm": 6, "to_rpm": 120, "over_s": 20}, 8, 4),
+        single("phases", {"kind": "phases", "phases": [[10, even(60)], [10, even(120)]]}, 8, 4),
     )
     times = {
         seed: {client.name: client.arrival_times(until_s=20) for client in clients_of(told, seed)}
@@ -129,11 +129,11 @@ def test_senders_are_told_by_json_and_depend_on_the_seed_alone():
     assert len(times["0"]["phases"]) == 30
     assert sum(time_s < 10 for time_s in times["0"]["ramp"]) < len(times["0"]["ramp"]) / 2
     with pytest.raises(ValueError, match="no arrivals 'never'"):
-        clients_of(traffic("t", sender("a", {"kind": "never"}, 1, 1)), "0")
+        clients_of(traffic("t", single("a", {"kind": "never"}, 1, 1)), "0")
 
 
 def test_a_prompt_is_like_no_other():
-    told = traffic("t", *(sender(name, even(60), 16, 4) for name in "ab"))
+    told = traffic("t", *(single(name, even(60), 16, 4) for name in "ab"))
     prompts = {
         next(client.program(index)).prompt
         for seed in "01"

@@ -5,15 +5,15 @@ from random import Random
 
 import pytest
 
-from workloads.experiments.program_senders import CHAT, judge, sender, tot
-from workloads.experiments.senders import clients_of, traffic
-from workloads.programs.call import Call, Reply
+from workloads.experiments.senders import CHAT, clients_of, judge, sender, tot, traffic
+from workloads.programs.call import Call
 
 
 def first_calls(client, index=0):
     step = next(client.program(index))
-    steps = step if isinstance(step, tuple) else (step,)
-    return [one if isinstance(one, Call) else next(one) for one in steps]
+    return [
+        one if isinstance(one, Call) else next(one) for one in (step if isinstance(step, tuple) else (step,))
+    ]
 
 
 def common_tokens(one, other):
@@ -21,10 +21,6 @@ def common_tokens(one, other):
     while length < min(len(one), len(other)) and one[length] == other[length]:
         length += 1
     return length // 4
-
-
-def shared(of, requests):
-    return {"kind": "shared", "of": of, "prefix": 64, "input": 16, "output": 8, "requests": requests}
 
 
 def test_programs_depend_on_the_seed_alone_and_survive_json():
@@ -43,26 +39,6 @@ def test_instructions_are_the_clients_own_and_in_all_its_programs():
     assert 100 <= common_tokens(*prompts) < 300
     assert common_tokens(prompts[0], first_calls(b)[0].prompt) < 100
     assert len(prompts[0]) // 4 > 300
-
-
-def test_clients_that_name_the_same_collection_share_each_programs_prefix_and_no_more():
-    told = traffic(
-        "t",
-        sender("a", shared("x", 2), 1.0),
-        sender("b", shared("x", 1), 1.0),
-        sender("c", shared("y", 1), 1.0),
-    )
-    a, b, c = clients_of(told, "0")
-    first, second = first_calls(a)
-    assert 64 <= common_tokens(first.prompt, second.prompt) < 80
-    assert 64 <= common_tokens(first.prompt, first_calls(b)[0].prompt) < 80
-    assert common_tokens(first.prompt, first_calls(c)[0].prompt) < 64
-    assert common_tokens(first.prompt, first_calls(a, 1)[0].prompt) < 64
-    program = a.program(0)
-    next(program)
-    with pytest.raises(StopIteration) as ended:
-        program.send((Reply(), Reply()))
-    assert ended.value.value == 2
 
 
 def test_rates_follow_one_another():

@@ -13,8 +13,7 @@ from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, T
 from workloads.experiments.dlpm_a10g import trees
 from workloads.experiments.dlpm_setting import KINDS, MAX_RUNNING
 from workloads.experiments.plots import Figure, Panel, Panels
-from workloads.experiments.program_senders import conversations, sender
-from workloads.experiments.senders import clients_of, traffic
+from workloads.experiments.senders import clients_of, conversations, sender, traffic
 from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan

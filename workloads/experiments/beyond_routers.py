@@ -6,8 +6,7 @@ from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Part, Table, at_least, at_most, claim
 from workloads.experiments.contract import Cell, Json, Result, Row
 from workloads.experiments.plots import Figure, Panel
-from workloads.experiments.program_senders import judge, sender
-from workloads.experiments.senders import traffic
+from workloads.experiments.senders import judge, sender, traffic
 from workloads.records import Run
 from workloads.windows import Windows
 

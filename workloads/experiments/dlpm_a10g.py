@@ -8,9 +8,8 @@ from workloads.experiments.claims import Part, Table, at_least, at_most, claim, 
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Row, TrafficSpec, medians
 from workloads.experiments.dlpm_setting import CHAT, JUDGE, SCHEDULERS, TOT2, TOT3
 from workloads.experiments.plots import Figure, Panel, average, between, largest
-from workloads.experiments.program_senders import CHAT as CHATTING
-from workloads.experiments.program_senders import QUESTION_TOKENS, judge, sender, tot
-from workloads.experiments.senders import traffic
+from workloads.experiments.senders import CHAT as CHATTING
+from workloads.experiments.senders import QUESTION_TOKENS, judge, sender, tot, traffic
 from workloads.records import Run
 from workloads.session import Plan
 

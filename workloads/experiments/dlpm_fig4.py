@@ -23,7 +23,7 @@ from router.events import Arrive, Done, Place, Removed, Stored
 from workloads.experiments.claims import Part, Table, at_least, at_most, claim, graded
 from workloads.experiments.contract import Cell, Experiment, Measured, Result, Row, TrafficSpec
 from workloads.experiments.plots import Figure, Panel
-from workloads.experiments.program_senders import filler_tokens
+from workloads.experiments.senders import filler_tokens
 from workloads.session import Plan
 from workloads.simulation import Site
 

@@ -1,8 +1,7 @@
-"""Clients described as JSON, of which an experiment's traffic is made. Those here send single requests, as in the VTC
-papers; those of `program_senders` send programs.
+"""Clients described as JSON, of which an experiment's traffic is made.
 
-A sender of single requests is {"name", "arrivals", "input", "output"}: lengths in tokens, and arrivals in requests a
-minute:
+A sender of single requests, as in the VTC papers, is {"name", "arrivals", "input", "output"}: lengths in tokens, and
+arrivals in requests a minute:
 
     {"kind": "even", "rpm": 90, "waiting": 5}                    equal gaps; `waiting` more at the very start
     {"kind": "poisson", "rpm": 90}
@@ -10,10 +9,24 @@ minute:
     {"kind": "ramp", "rpm": 12, "to_rpm": 120, "over_s": 600}    a rate that rises in a straight line
     {"kind": "phases", "phases": [[300, {...}], ...]}            one after the other, each for so many seconds
 
-No two prompts have anything in common.
+No two of its prompts have anything in common. A sender of programs, as in DLPM's, is {"name", "shape", "arrivals",
+"well_behaved"}; shapes have lengths in tokens:
+
+    {"kind": "tot", "branches": 3, "question": 546}       trees of thoughts of height 4, 256 a thought
+    {"kind": "judge", "dimensions": 2, "article": 2701}   judgements of 256
+    {"kind": "chat"}                                      conversations like those of Chatbot Arena
+    {"kind": "chat", "system": 1024, "turns": 4, "think_s": 0}
+                                                          others, all behind one system prompt
+
+With "instructions": N, each question or article begins with N tokens that are the client's own. Arrivals are
+[programs a second, until so many seconds], one after another, Gamma-distributed with the variation of a Poisson
+process.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
 
 from workloads.arrivals import (
     Arrivals,
@@ -24,31 +37,18 @@ from workloads.arrivals import (
     RampArrivals,
 )
 from workloads.clients import Client, fixed_length_client
-from workloads.experiments import program_senders
 from workloads.experiments.contract import Cell, Json, Simulated, TrafficSpec
 from workloads.programs import PackedCodec
+from workloads.programs.call import Program
+from workloads.programs.chat import Chat
+from workloads.programs.judge import Judge
+from workloads.programs.prose import Articles, WordProblems, draw, filler, seeded
+from workloads.programs.tree_of_thought import TreeOfThought
 
-MINUTE_S, START_S = 60.0, 1e-3
-
-
-def sender(name: str, arrivals: Mapping[str, Json], input_tokens: int, output_tokens: int) -> dict[str, Json]:
-    """One client that sends single requests of these lengths."""
-    return {"name": name, "arrivals": dict(arrivals), "input": input_tokens, "output": output_tokens}
-
-
-def even(rpm: float, waiting: int = 0) -> dict[str, Json]:
-    """Evenly spaced requests; `waiting` more of them come at the very start."""
-    return {"kind": "even", "rpm": rpm, "waiting": waiting}
-
-
-def poisson(rpm: float) -> dict[str, Json]:
-    """Requests at exponentially distributed gaps."""
-    return {"kind": "poisson", "rpm": rpm}
-
-
-def on_off(rpm: float, on_s: float = 60.0, off_s: float = 60.0) -> dict[str, Json]:
-    """Evenly spaced requests in every other phase."""
-    return {"kind": "on-off", "rpm": rpm, "on_s": on_s, "off_s": off_s}
+MINUTE_S, START_S, FOREVER_S = 60.0, 1e-3, 1e9
+CODEC = PackedCodec()
+QUESTION_TOKENS, ARTICLE_TOKENS = 546, 2701
+"""DLPM, Table 2."""
 
 
 def traffic(name: str, *senders: Mapping[str, Json]) -> TrafficSpec:
@@ -57,10 +57,9 @@ def traffic(name: str, *senders: Mapping[str, Json]) -> TrafficSpec:
 
 
 def clients_of(spec: TrafficSpec, seed: str) -> tuple[Client, ...]:
-    """The clients of a traffic, whatever they send. Raises ValueError for an unknown kind of arrivals."""
+    """The clients of a traffic. Raises ValueError for an unknown kind of arrivals; programs do, of an unknown shape."""
     return tuple(
-        program_senders.client(one, seed) if "shape" in one else _client(one, seed)
-        for one in spec.arguments["senders"]
+        (_of_programs if "shape" in one else _single)(one, seed) for one in spec.arguments["senders"]
     )
 
 
@@ -71,36 +70,138 @@ class FromSenders(Simulated):
         return clients_of(cell.traffic, seed)
 
 
-def _client(one: Mapping[str, Json], seed: str) -> Client:
+# ---- single requests
+
+
+def single(name: str, arrivals: Mapping[str, Json], input_tokens: int, output_tokens: int) -> dict[str, Json]:
+    """One client that sends single requests of these lengths."""
+    return {"name": name, "arrivals": dict(arrivals), "input": input_tokens, "output": output_tokens}
+
+
+def even(rpm: float, waiting: int = 0) -> dict[str, Json]:
+    return {"kind": "even", "rpm": rpm, "waiting": waiting}
+
+
+def poisson(rpm: float) -> dict[str, Json]:
+    return {"kind": "poisson", "rpm": rpm}
+
+
+def on_off(rpm: float, on_s: float = 60.0, off_s: float = 60.0) -> dict[str, Json]:
+    return {"kind": "on-off", "rpm": rpm, "on_s": on_s, "off_s": off_s}
+
+
+def _single(one: Mapping[str, Json], seed: str) -> Client:
     return fixed_length_client(
         one["name"],
         input_tokens=one["input"],
         output_tokens=one["output"],
         arrivals=_arrivals(one["arrivals"]),
-        codec=PackedCodec(),
+        codec=CODEC,
         seed=seed,
     )
 
 
 def _arrivals(given: Mapping[str, Json]) -> Arrivals:
+    rate_per_s = given.get("rpm", 0.0) / MINUTE_S
     match given["kind"]:
+        case "even" if waiting := given["waiting"]:
+            start = EvenArrivals(waiting / START_S, first_s=0.0), START_S
+            return PhasedArrivals([start, (EvenArrivals(rate_per_s), float("inf"))])
         case "even":
-            return _even(given["rpm"] / MINUTE_S, given["waiting"])
+            return EvenArrivals(rate_per_s)
         case "poisson":
-            return GammaArrivals(given["rpm"] / MINUTE_S)
+            return GammaArrivals(rate_per_s)
         case "on-off":
-            return OnOffArrivals(_even(given["rpm"] / MINUTE_S), given["on_s"], given["off_s"])
+            return OnOffArrivals(EvenArrivals(rate_per_s), given["on_s"], given["off_s"])
         case "ramp":
-            return RampArrivals(given["rpm"] / MINUTE_S, given["to_rpm"] / MINUTE_S, given["over_s"])
+            return RampArrivals(rate_per_s, given["to_rpm"] / MINUTE_S, given["over_s"])
         case "phases":
-            phases: Sequence[tuple[float, Mapping[str, Json]]] = given["phases"]
-            return PhasedArrivals([(_arrivals(arrivals), duration_s) for duration_s, arrivals in phases])
+            return PhasedArrivals([(_arrivals(one), duration_s) for duration_s, one in given["phases"]])
         case kind:
             raise ValueError(f"no arrivals {kind!r}")
 
 
-def _even(rate_per_s: float, waiting: int = 0) -> Arrivals:
-    if not waiting:
-        return EvenArrivals(rate_per_s)
-    start = EvenArrivals(waiting / START_S, first_s=0.0), START_S
-    return PhasedArrivals([start, (EvenArrivals(rate_per_s), float("inf"))])
+# ---- programs
+
+
+def tot(branches: int, question: int = QUESTION_TOKENS, instructions: int = 0) -> dict[str, Json]:
+    return {"kind": "tot", "branches": branches, "question": question, "instructions": instructions}
+
+
+def judge(dimensions: int) -> dict[str, Json]:
+    return {"kind": "judge", "dimensions": dimensions, "article": ARTICLE_TOKENS, "instructions": 0}
+
+
+CHAT: Mapping[str, Json] = {"kind": "chat"}
+
+
+def conversations(system: int, turns: float) -> dict[str, Json]:
+    """Conversations that all begin with one system prompt, of so many turns on average, without a pause."""
+    return {"kind": "chat", "system": system, "turns": turns, "think_s": 0.0}
+
+
+def sender(
+    name: str, shape: Mapping[str, Json], *phases: tuple[float, float] | float, well_behaved: bool = True
+) -> dict[str, Json]:
+    """One client: a rate in programs a second, or several phases, each (rate, the second until which it holds)."""
+    arrivals = [[phase, FOREVER_S] if isinstance(phase, int | float) else list(phase) for phase in phases]
+    return {"name": name, "shape": dict(shape), "arrivals": arrivals, "well_behaved": well_behaved}
+
+
+def _of_programs(sender: Mapping[str, Json], seed: str) -> Client:
+    name, shape, requests = sender["name"], sender["shape"], None
+    match shape:
+        case {"kind": "tot", "branches": branches}:
+            requests = TreeOfThought(branches).requests
+        case {"kind": "judge", "dimensions": dimensions}:
+            requests = Judge(dimensions).requests
+    if len(sender["arrivals"]) == 1:
+        arrivals: Arrivals = GammaArrivals(sender["arrivals"][0][0])
+    else:
+        ends = [0.0, *(until_s for _, until_s in sender["arrivals"])]
+        lengths = (end - start for start, end in pairwise(ends))
+        rates = (GammaArrivals(rate_per_s) for rate_per_s, _ in sender["arrivals"])
+        arrivals = PhasedArrivals(list(zip(rates, lengths, strict=True)))
+
+    def program(index: int) -> Program:
+        return _program(shape, seed, name, index)
+
+    well_behaved = sender["well_behaved"]
+    return Client(
+        name, program, arrivals, seed, app=shape["kind"], well_behaved=well_behaved, requests=requests
+    )
+
+
+def _program(shape: Mapping[str, Json], seed: str, name: str, index: int) -> Program:
+    def instructed(prompt: object) -> bytes:
+        assert isinstance(prompt, bytes)
+        return filler_tokens(f"{seed}/{name}/instructions", shape["instructions"]) + prompt
+
+    match shape["kind"]:
+        case "tot":
+            question = draw(WordProblems(), seeded(seed, name, "question", index), CODEC, shape["question"])
+            return TreeOfThought(shape["branches"]).program(instructed(question), CODEC)
+        case "judge":
+            article = draw(Articles(), seeded(seed, name, "article", index), CODEC, shape["article"])
+            return Judge(shape["dimensions"]).program(instructed(article), CODEC)
+        case "chat":
+            return _chat(shape, seeded(seed, name, "chat", index))
+        case kind:
+            raise ValueError(f"no programs of kind {kind!r}")
+
+
+def _chat(shape: Mapping[str, Json], rng: Random) -> Program:
+    chat = Chat(**{key: shape[key] for key in ("turns", "think_s") if key in shape})
+    first, *others = chat.draw(rng, CODEC)
+    if "system" in shape:
+        first = replace(first, words=CODEC.join(filler_tokens("system prompt", shape["system"]), first.words))
+    return chat.program((first, *others), CODEC)
+
+
+def filler_tokens(name: str, tokens: int) -> bytes:
+    """`tokens` packed tokens: the same for the same name, and different from those of all other names."""
+    if not tokens:
+        return b""
+    made = filler(name, CODEC, tokens)
+    assert isinstance(made, bytes)
+    return made

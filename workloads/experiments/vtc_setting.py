@@ -93,7 +93,7 @@ def sent(
     return senders.traffic(
         name,
         *(
-            senders.sender(f"client {k}", one, *length)
+            senders.single(f"client {k}", one, *length)
             for k, (one, length) in enumerate(zip(arrivals, lengths, strict=True), start=1)
         ),
     )
