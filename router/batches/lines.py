@@ -9,7 +9,6 @@ Blank lines count as lines and are passed over. Pure; a `Reader` keeps 16 bytes 
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -55,7 +54,7 @@ class Reader:
         self._models = batch.models
         self._allowed = batch.allowed
         self._facts = {
-            model: replace(facts, vocabulary=batch.vocabularies.get(model)) for model in batch.models
+            model: facts._replace(vocabulary=batch.vocabularies.get(model)) for model in batch.models
         }
         self._most_items = min(most_items, MOST_NUMBER - 1)
         self._most_line_bytes = most_line_bytes

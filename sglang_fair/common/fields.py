@@ -14,10 +14,14 @@ Pure.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_COUNT = 1 << 31
@@ -55,15 +59,14 @@ Schema: TypeAlias = dict[str, Any]
 Limit: TypeAlias = int | Literal["vocabulary", "logprobs"]
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What ranges depend on."""
 
     vocabulary: int | None = None
     """Of the model, in tokens; None while it is not known."""
     most_logprobs: int = 20
     """Of one token."""
-    allowed: Collection[str] = frozenset()
+    allowed: frozenset[str] = frozenset()
     """Those of `RISKS` that the operator allows."""
 
     @staticmethod
@@ -82,6 +85,10 @@ class Facts:
             return MAX_TOKEN_ID if self.vocabulary is None else self.vocabulary
         return limit
 
+    @property
+    def last_id(self) -> int:
+        return self.most("vocabulary") - (self.vocabulary is not None)
+
 
 WIDEST = Facts()
 """Of a model that is not known, where the operator has set nothing."""
@@ -95,7 +102,6 @@ class Wrong(ValueError):
         self.field = field
 
 
-@dataclass(frozen=True)
 class Rule:
     """One row: what a value must be. This one allows anything."""
 
@@ -108,252 +114,133 @@ class Rule:
         return {}
 
 
-@dataclass(frozen=True)
-class Whole(Rule):
+@dataclass(frozen=True, eq=False)
+class Typed(Rule):
+    """Of a type that msgspec converts to, which follows from the facts."""
+
+    kind: Callable[[Facts], Any]
+    refuse: Callable[[Any, Facts], str | None] = lambda value, facts: None
+    """What else can be wrong with a value of this type, as `problem`."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What the schema has besides that of the type."""
+
+    def problem(self, value: Any, facts: Facts) -> str | None:
+        try:
+            msgspec.convert({"_": value}, _holder(self, facts))
+        except msgspec.ValidationError as error:
+            said = str(error).replace(" - at `$._`", "").replace("`$._", "`$")
+            return said.replace("Expected", "must be", 1).replace("Invalid", "has an invalid", 1)
+        return self.refuse(value, facts)
+
+    def schema(self, facts: Facts) -> Schema:
+        return {**msgspec.json.schema(self.kind(facts)), **self.more}
+
+
+@lru_cache(1 << 12)
+def _holder(typed: Typed, facts: Facts) -> type[msgspec.Struct]:
+    """msgspec keeps what it has found out of a type only for structs."""
+    return msgspec.defstruct("Holder", [("_", typed.kind(facts))])
+
+
+def whole(least: int = 0, limit: Limit = MAX_COUNT) -> Typed:
     """An integer, both limits included."""
-
-    least: int = 0
-    limit: Limit = MAX_COUNT
-
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        most = facts.most(self.limit)
-        if type(value) is int and self.least <= value <= most:
-            return None
-        return f"must be an integer from {self.least} to {most}"
-
-    def schema(self, facts: Facts) -> Schema:
-        return {"type": "integer", "minimum": self.least, "maximum": facts.most(self.limit)}
+    return Typed(lambda facts: Annotated[int, Meta(ge=least, le=facts.most(limit))])
 
 
-@dataclass(frozen=True)
-class Number(Rule):
-    """A finite number, both limits included unless `above`, which excludes the lower one."""
-
-    least: float
-    most: float
-    above: bool = False
-
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        is_in = type(value) in (int, float) and self.least <= value <= self.most
-        if is_in and not (self.above and value == self.least):
-            return None
-        least = f"above {self.least:g} and at most" if self.above else f"from {self.least:g} to"
-        return f"must be a number {least} {self.most:g}"
-
-    def schema(self, facts: Facts) -> Schema:
-        least = "exclusiveMinimum" if self.above else "minimum"
-        return {"type": "number", least: self.least, "maximum": self.most}
+def number(least: float, most: float) -> Typed:
+    """A finite number, both limits included."""
+    return Typed(lambda _: Annotated[float, Meta(ge=least, le=most)])
 
 
-@dataclass(frozen=True)
-class Flag(Rule):
-    """True or false, or one of a few words beside them."""
-
-    words: tuple[str, ...] = ()
-
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        if type(value) is bool or (type(value) is str and value in self.words):
-            return None
-        return " or ".join(["must be true or false", *map(repr, self.words)])
-
-    def schema(self, facts: Facts) -> Schema:
-        return {"enum": [True, False, *self.words]} if self.words else {"type": "boolean"}
+def text(most: int = MAX_TEXT_CHARS) -> Typed:
+    return Typed(lambda _: Annotated[str, Meta(max_length=most)])
 
 
-@dataclass(frozen=True)
-class Text(Rule):
-    """A text of bounded length, whose brackets are not nested too deep."""
-
-    most: int = MAX_TEXT_CHARS
-
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        if isinstance(value, str) and len(value) <= self.most:
-            deep = self.most > MAX_TEXT_CHARS and _nesting(value) > MAX_NESTING
-            return f"must not nest deeper than {MAX_NESTING}" if deep else None
-        return f"must be a text of at most {self.most} characters"
-
-    def schema(self, facts: Facts) -> Schema:
-        return {"type": "string", "maxLength": self.most}
-
-
-@dataclass(frozen=True)
-class Many(Rule):
+def many(of: Typed, most: int, *, alone: bool = False, nulls: bool = False, least: int = 0) -> Typed:
     """A list of a bounded length; with `alone` also one of what may stand in it, with `nulls` also null in it."""
 
-    of: Rule
-    most: int
-    alone: bool = False
-    nulls: bool = False
-    least: int = 0
+    def kind(facts: Facts) -> Any:
+        one = of.kind(facts)
+        items: Any = list[one | None] if nulls else list[one]  # type: ignore[valid-type]
+        found = Annotated[items, Meta(min_length=least, max_length=most)]
+        return one | found if alone else found
 
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        if self.alone and not isinstance(value, list):
-            return self.of.problem(value, facts)
-        if not isinstance(value, list) or len(value) > self.most:
-            return f"must be a list of at most {self.most}"
-        if len(value) < self.least:
-            return "must not be empty"
-        for one in value:
-            if not (self.nulls and one is None) and (wrong := self.of.problem(one, facts)) is not None:
-                return wrong if self.alone else wrong.replace("must be", "must hold", 1)
-        return None
-
-    def schema(self, facts: Facts) -> Schema:
-        of = self.of.schema(facts)
-        items = _nullable(of) if self.nulls else of
-        many = {"type": "array", "items": items, "minItems": self.least, "maxItems": self.most}
-        return {"anyOf": [of, many]} if self.alone else many
+    return Typed(kind)
 
 
-@dataclass(frozen=True)
-class Ids(Rule):
+def ids(most: int = MAX_COUNT, least: int = 0) -> Typed:
     """A list of token ids in the vocabulary."""
-
-    most: int = MAX_IDS
-    least: int = 0
-
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        if not isinstance(value, list) or not self.least <= len(value) <= self.most:
-            least = "non-empty " if self.least else ""
-            most = f" of at most {self.most}" if self.most < MAX_COUNT else ""
-            return f"must hold a {least}list of token ids{most}"
-        last = facts.most("vocabulary") - (facts.vocabulary is not None)
-        if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > last):
-            return f"holds something that is no token id, which is an integer from 0 to {last}"
-        return None
-
-    def schema(self, facts: Facts) -> Schema:
-        last = facts.most("vocabulary") - (facts.vocabulary is not None)
-        ids: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": last}}
-        ids |= {"minItems": self.least} if self.least else {}
-        return ids | ({"maxItems": self.most} if self.most < MAX_COUNT else {})
+    return many(Typed(lambda facts: Annotated[int, Meta(ge=0, le=facts.last_id)]), most, least=least)
 
 
-@dataclass(frozen=True)
-class Prompts(Rule):
+def prompts(most: int = MAX_COUNT) -> Typed:
     """Token ids, or lists of them, in the vocabulary. Texts are not judged here, nor is what is no list of either."""
+    own = ids(most)
 
-    most: int = MAX_COUNT
-
-    def problem(self, value: Any, facts: Facts) -> str | None:
+    def refuse(value: Any, facts: Facts) -> str | None:
         if not isinstance(value, list) or not value or isinstance(value[0], str):
             return None
-        for one in value if isinstance(value[0], list) else [value]:
-            if isinstance(one, list) and (wrong := Ids(self.most).problem(one, facts)) is not None:
-                return wrong
-        return None
+        lists = [one for one in value if isinstance(one, list)] if isinstance(value[0], list) else [value]
+        return next(filter(None, (own.problem(one, facts) for one in lists)), None)
+
+    return Typed(lambda _: Any, refuse)
 
 
-@dataclass(frozen=True)
-class Bias(Rule):
-    """What is added to the logits of token ids."""
+def grammar(refuse: Callable[[str, Facts], str | None] = lambda value, facts: None) -> Typed:
+    """A text that grammars are made of, whose brackets are not nested too deep."""
 
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        if not isinstance(value, dict) or len(value) > MAX_IDS:
-            return f"must be an object of at most {MAX_IDS} token ids"
-        last = facts.most("vocabulary") - (facts.vocabulary is not None)
-        for name, bias in value.items():
-            if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= last):
-                return f"must be an object by token ids, which are integers from 0 to {last}"
-            if (wrong := Number(-MAX_BIAS, MAX_BIAS).problem(bias, facts)) is not None:
-                return wrong.replace("must be a number", "must have numbers", 1)
-        return None
+    def refuse_deep(value: str, facts: Facts) -> str | None:
+        deep = _nesting(value) > MAX_NESTING
+        return f"must not nest deeper than {MAX_NESTING}" if deep else refuse(value, facts)
 
-    def schema(self, facts: Facts) -> Schema:
-        bias = Number(-MAX_BIAS, MAX_BIAS).schema(facts)
-        names = {"pattern": "^[0-9]$"}  # a part of them: an object may have any of it
-        return {
-            "type": "object",
-            "propertyNames": names,
-            "additionalProperties": bias,
-            "maxProperties": MAX_IDS,
-        }
+    return Typed(lambda _: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)], refuse_deep)
 
 
-@dataclass(frozen=True)
-class Pattern(Text):
-    """A pattern that an answer must match, whose repetitions do not multiply."""
-
-    most: int = MAX_GRAMMAR_CHARS
-
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        wrong = None
-        if isinstance(value, str) and not is_simple(value):
-            wrong = Risky("regex", Rule()).problem(value, facts)
-        return wrong or super().problem(value, facts)
+def _refuse_bias(value: dict[str, float], facts: Facts) -> str | None:
+    for name in value:
+        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= facts.last_id):
+            return f"must be an object by token ids, which are integers from 0 to {facts.last_id}"
+    return None
 
 
-@dataclass(frozen=True)
-class Sized(Rule):
-    """An object, or a list of them, of bounded size, with patterns as `Pattern` has them: what grammars are made of."""
-
-    kind: type = dict
-
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        if self.kind is list and not (
-            isinstance(value, list) and all(isinstance(one, dict) for one in value)
-        ):
-            return "must be a list of objects"
-        if not isinstance(value, self.kind):
-            return "must be an object"
-        chars = 0
-        for name, one in walk(value):
-            chars += len(name) + (len(one) if isinstance(one, str) else 8)
-            if chars > MAX_GRAMMAR_CHARS:
-                return f"must not have more than {MAX_GRAMMAR_CHARS} characters"
-            if name == "pattern" and isinstance(one, str):
-                wrong = Pattern().problem(one, facts)
-            elif name == "type" and one == "structural_tag":
-                wrong = Risky("structural_tag", Rule()).problem(one, facts)
-            else:
-                continue
-            if wrong is not None:
-                return f"has a `{name}` that {wrong}"
-        return None
-
-    def schema(self, facts: Facts) -> Schema:
-        return {"type": "object"} if self.kind is dict else {"type": "array", "items": {"type": "object"}}
+def _refuse_pattern(value: str, facts: Facts) -> str | None:
+    return None if is_simple(value) else Risky("regex").problem(value, facts)
 
 
-@dataclass(frozen=True)
-class Written(Text):
-    """A JSON schema, as a text."""
-
-    most: int = MAX_GRAMMAR_CHARS
-
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        if (wrong := super().problem(value, facts)) is not None:
-            return wrong
-        try:
-            found = json.loads(value)
-        except (ValueError, RecursionError):
-            return None  # SGLang says what is wrong with it
-        return Sized().problem(found, facts) if isinstance(found, dict) else None
+def _refuse_json(value: str, facts: Facts) -> str | None:
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return None  # SGLang says what is wrong with it
+    return _refuse_large(found, facts) if isinstance(found, dict) else None
 
 
-@dataclass(frozen=True)
-class Scalars(Rule):
-    """What SGLang takes to its scheduler unread: scalars, and lists and objects of them. Names with two underscores are
-    its own."""
+def _refuse_large(value: Any, facts: Facts) -> str | None:
+    """What is too large, or has a pattern within whose repetitions multiply."""
+    chars, wrong = 0, None
+    for name, one in walk(value):
+        chars += len(name) + (len(one) if isinstance(one, str) else 8)
+        if chars > MAX_GRAMMAR_CHARS:
+            return f"must not have more than {MAX_GRAMMAR_CHARS} characters"
+        if name == "pattern" and isinstance(one, str):
+            wrong = PATTERN.problem(one, facts)
+        elif name == "type" and one == "structural_tag":
+            wrong = Risky("structural_tag").problem(one, facts)
+        if wrong is not None:
+            return f"has a `{name}` that {wrong}"
+    return None
 
-    def problem(self, value: Any, facts: Facts) -> str | None:
-        if not isinstance(value, dict) or len(value) > MAX_STOPS:
-            return f"must be an object of at most {MAX_STOPS} fields"
-        for name, one in value.items():
-            inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else [one]
-            if name.startswith("__"):
-                return f"must have no name with two underscores before it, as {name!r:.80}"
-            if len(inner) > MAX_IDS or not all(_is_scalar(each) for each in inner):
-                return f"must hold texts and numbers of 64 bits, and lists and objects of at most {MAX_IDS} of them"
-        return None
 
-    def schema(self, facts: Facts) -> Schema:
-        return {
-            "type": "object",
-            "maxProperties": MAX_STOPS,
-            "propertyNames": {"pattern": "^[a-z]"},
-            "additionalProperties": {"type": ["string", "boolean", "null"], "maxLength": MAX_TEXT_CHARS},
-        }
+def _refuse_nested(value: dict[str, Any], facts: Facts) -> str | None:
+    for name, one in value.items():
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else [one]
+        if name.startswith("__"):
+            return f"must have no name with two underscores before it, as {name!r:.80}"
+        if len(inner) > MAX_IDS or any(SCALAR.problem(each, facts) for each in inner):
+            return (
+                f"must hold texts and numbers of 64 bits, and lists and objects of at most {MAX_IDS} of them"
+            )
+    return None
 
 
 @dataclass(frozen=True)
@@ -361,7 +248,7 @@ class Risky(Rule):
     """A field that is refused unless the operator allows it."""
 
     name: str
-    rule: Rule
+    rule: Rule = field(default_factory=Rule)
 
     def problem(self, value: Any, facts: Facts) -> str | None:
         if self.name in facts.allowed:
@@ -399,14 +286,15 @@ class Direct(Refused):
 
 @dataclass(frozen=True)
 class Params(Rule):
-    """An object of these fields and no others."""
+    """An object of these fields and no others, or a list of them."""
 
     rows: Mapping[str, Rule]
 
     def problem(self, value: Any, facts: Facts) -> str | None:
-        if not isinstance(value, dict):
-            return "must be an object or a list of objects"
-        for name, one in value.items():
+        each = value if isinstance(value, list) else [value]
+        if not 1 <= len(each) <= MAX_BATCH or not all(isinstance(one, dict) for one in each):
+            return f"must be an object, or a list of 1 to {MAX_BATCH}"
+        for name, one in (item for params in each for item in params.items()):
             if name not in self.rows:
                 return f"must not have a field {name!r:.80}"
             if one is not None and (wrong := self.rows[name].problem(one, facts)) is not None:
@@ -415,59 +303,86 @@ class Params(Rule):
 
     def schema(self, facts: Facts) -> Schema:
         rows = {name: _nullable(rule.schema(facts)) for name, rule in self.rows.items()}
-        return {"type": "object", "properties": rows, "additionalProperties": False}
+        one = {"type": "object", "properties": rows, "additionalProperties": False}
+        return {"anyOf": [one, {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_BATCH}]}
 
 
-SEED = Whole(-MAX_INT64 - 1, MAX_INT64)
-STOPS = Many(Text(), MAX_STOPS, alone=True)
-PENALTY = Number(-2, 2)
-NAMES = Many(Text(), MAX_BATCH, alone=True, nulls=True)
-FLAG, FLAGS = Flag(), Many(Flag(), MAX_BATCH, alone=True)
-LOGPROBS = Whole(0, "logprobs")
+SEED = whole(-MAX_INT64 - 1, MAX_INT64)
+STOPS = many(text(), MAX_STOPS, alone=True)
+PENALTY = number(-2, 2)
+NAMES = many(text(), MAX_BATCH, alone=True, nulls=True)
+FLAG = Typed(lambda _: bool)
+FLAGS = many(FLAG, MAX_BATCH, alone=True)
+LAST = Typed(lambda _: bool | Literal["last"])
+SCALAR = Typed(
+    lambda _: (
+        bool
+        | float
+        | None
+        | Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]
+        | Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+    )
+)
+SCALARS = Typed(
+    lambda _: Annotated[dict[str, Any], Meta(max_length=MAX_STOPS)], _refuse_nested,
+    {"propertyNames": {"pattern": "^[a-z]"},
+     "additionalProperties": {"type": ["string", "boolean", "null"], "maxLength": MAX_TEXT_CHARS}},
+)  # fmt: skip
+"""What SGLang takes to its scheduler unread: scalars, and lists and objects of them. Names with two underscores are
+its own."""
+BIAS = Typed(
+    lambda _: Annotated[dict[str, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]], Meta(max_length=MAX_IDS)],
+    _refuse_bias, {"propertyNames": {"pattern": "^[0-9]$"}},  # a part of them: an object may have any of it
+)  # fmt: skip
+"""What is added to the logits of token ids."""
+PATTERN = grammar(_refuse_pattern)
+SIZED = Typed(lambda _: dict[str, Any], _refuse_large)
+SIZED_LIST = Typed(lambda _: list[dict[str, Any]], _refuse_large)
+LOGPROBS = whole(0, "logprobs")
 PORT_ROUTING = "which replica serves it is the router's to say"
 IN_ONE_REPLICA = "sessions are of one replica, which the router chooses anew for each request"
 
 SAMPLING: Mapping[str, Rule] = {
-    "n": Whole(1, MAX_BATCH),
+    "n": whole(1, MAX_BATCH),
     "stop": STOPS,
-    "stop_token_ids": Ids(),
-    "stop_regex": Risky("stop_regex", Many(Text(256), MAX_STOPS, alone=True)),
-    "temperature": Number(0, MAX_TEMPERATURE),
-    "top_p": Number(0, 1, above=True),
-    "top_k": Whole(-1, "vocabulary"),
-    "min_p": Number(0, 1),
+    "stop_token_ids": ids(MAX_IDS),
+    "stop_regex": Risky("stop_regex", many(text(256), MAX_STOPS, alone=True)),
+    "temperature": number(0, MAX_TEMPERATURE),
+    "top_p": Typed(lambda _: Annotated[float, Meta(gt=0, le=1)]),
+    "top_k": whole(-1, "vocabulary"),
+    "min_p": number(0, 1),
     "frequency_penalty": PENALTY,
     "presence_penalty": PENALTY,
-    "repetition_penalty": Number(LEAST_PENALTY, 2),
-    "json_schema": Written(),
-    "regex": Pattern(),
-    "ebnf": Risky("ebnf", Text(MAX_GRAMMAR_CHARS)),
+    "repetition_penalty": number(LEAST_PENALTY, 2),
+    "json_schema": grammar(_refuse_json),
+    "regex": PATTERN,
+    "ebnf": Risky("ebnf", grammar()),
     "ignore_eos": FLAG,
     "skip_special_tokens": FLAG,
     "no_stop_trim": FLAG,
-    "logit_bias": Bias(),
-    "custom_params": Scalars(),
+    "logit_bias": BIAS,
+    "custom_params": SCALARS,
 }
 """What all of SGLang's routes for answers call alike."""
 
 PARAMS = Params(
     {
         **SAMPLING,
-        "max_new_tokens": Whole(),
-        "min_new_tokens": Whole(),
+        "max_new_tokens": whole(),
+        "min_new_tokens": whole(),
         "spaces_between_special_tokens": FLAG,
-        "stream_interval": Whole(1),
+        "stream_interval": whole(1),
         "sampling_seed": SEED,
-        "structural_tag": Risky("structural_tag", Text(MAX_GRAMMAR_CHARS)),
+        "structural_tag": Risky("structural_tag", grammar()),
     }
 )
 
 NOT_FOR_CLIENTS: Mapping[str, Rule] = {
-    "custom_logit_processor": Risky("custom_logit_processor", Many(Text(1 << 20), MAX_BATCH, alone=True)),
+    "custom_logit_processor": Risky("custom_logit_processor", many(text(1 << 20), MAX_BATCH, alone=True)),
     "input_embeds": Refused("only texts and token ids are served"),
     "positional_embed_overrides": Refused("only texts and token ids are served"),
     "embed_overrides": Refused("only texts and token ids are served"),
-    "session_params": Direct(IN_ONE_REPLICA, rule=Sized()),
+    "session_params": Direct(IN_ONE_REPLICA, rule=SIZED),
     **dict.fromkeys(
         ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
          "disagg_prefill_dp_rank", "routed_dp_rank", "data_parallel_rank"),
@@ -476,29 +391,29 @@ NOT_FOR_CLIENTS: Mapping[str, Rule] = {
     **dict.fromkeys(("image_data", "video_data", "audio_data"), Direct("images are for /v1/chat/completions")),
 }  # fmt: skip
 
-EVERYWHERE: Mapping[str, Rule] = {**NOT_FOR_CLIENTS, "priority": SEED, "session_id": Text(), "stream": FLAG}
+EVERYWHERE: Mapping[str, Rule] = {**NOT_FOR_CLIENTS, "priority": SEED, "session_id": text(), "stream": FLAG}
 
 OPENAI: Mapping[str, Rule] = {
     **SAMPLING,
     **EVERYWHERE,
-    "max_tokens": Whole(),
-    "min_tokens": Whole(),
+    "max_tokens": whole(),
+    "min_tokens": whole(),
     "seed": SEED,
     "lora_path": NAMES,
-    "response_format": Sized(),
-    "return_hidden_states": Flag(("last",)),
+    "response_format": SIZED,
+    "return_hidden_states": LAST,
     **dict.fromkeys(
         ("return_routed_experts", "return_cached_tokens_details", "return_spec_tokens_details",
          "return_token_ids"),
         FLAG,
     ),
-    "routed_experts_start_len": Whole(),
+    "routed_experts_start_len": whole(),
 }  # fmt: skip
 
 CHAT: Mapping[str, Rule] = {
-    "tools": Sized(list),
-    "chat_template_kwargs": Sized(),
-    "reasoning": Sized(),
+    "tools": SIZED_LIST,
+    "chat_template_kwargs": SIZED,
+    "reasoning": SIZED,
 }
 
 GENERATE: Mapping[str, Rule] = {
@@ -506,16 +421,16 @@ GENERATE: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("text", "model", "stream_options", "user", "cache_salt", "extra_key", "metadata"), Rule()
     ),
-    "rid": Many(Text(), MAX_BATCH, alone=True, least=1),
-    "input_ids": Prompts(),
-    "sampling_params": Many(PARAMS, MAX_BATCH, alone=True, least=1),
+    "rid": many(text(), MAX_BATCH, alone=True, least=1),
+    "input_ids": prompts(),
+    "sampling_params": PARAMS,
     "lora_path": NAMES,
     "return_logprob": FLAGS,
-    "logprob_start_len": Many(Whole(-1), MAX_BATCH, alone=True),
-    "top_logprobs_num": Many(LOGPROBS, MAX_BATCH, alone=True),
-    "token_ids_logprob": Prompts(most=MAX_IDS),
+    "logprob_start_len": many(whole(-1), MAX_BATCH, alone=True),
+    "top_logprobs_num": many(LOGPROBS, MAX_BATCH, alone=True),
+    "token_ids_logprob": prompts(most=MAX_IDS),
     "return_text_in_logprobs": FLAG,
-    "return_hidden_states": Flag(("last",)),
+    "return_hidden_states": LAST,
     "return_prompt_token_ids": FLAG,
     "return_routed_experts": FLAG,
     "log_metrics": Refused("all requests are counted", neutral=(True,)),
@@ -525,19 +440,19 @@ GENERATE: Mapping[str, Rule] = {
 ROUTES: Mapping[str, Mapping[str, Rule]] = {
     "/v1/completions": {
         **OPENAI,
-        "prompt": Prompts(),
+        "prompt": prompts(),
         "logprobs": LOGPROBS,
-        "best_of": Whole(1, MAX_BATCH),
+        "best_of": whole(1, MAX_BATCH),
         "echo": FLAG,
-        "suffix": Text(MAX_GRAMMAR_CHARS),
+        "suffix": grammar(),
     },
     "/v1/chat/completions": {
         **OPENAI,
         **CHAT,
-        "input_ids": Ids(MAX_COUNT, 1),
+        "input_ids": ids(least=1),
         "logprobs": FLAG,
         "top_logprobs": LOGPROBS,
-        "max_completion_tokens": Whole(),
+        "max_completion_tokens": whole(),
         **dict.fromkeys(
             ("continue_final_message", "separate_reasoning", "stream_reasoning", "parallel_tool_calls",
              "return_prompt_token_ids", "return_meta_info", "return_input_ids_in_sglext",
@@ -553,24 +468,24 @@ ROUTES: Mapping[str, Mapping[str, Rule]] = {
         **CHAT,
         **{name: SAMPLING[name] for name in ("stop", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
                                              "presence_penalty", "repetition_penalty")},
-        "max_output_tokens": Whole(KEPT_BACK + 1),
+        "max_output_tokens": whole(KEPT_BACK + 1),
         "top_logprobs": LOGPROBS,
-        "text": Sized(),
-        "metadata": Sized(),
+        "text": SIZED,
+        "metadata": SIZED,
     },
     "/v1/messages": {
         **EVERYWHERE,
         **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
         "tools": CHAT["tools"],
-        "max_tokens": Whole(1),
-        "stop_sequences": Many(Text(), MAX_STOPS),
-        "output_config": Sized(),
-        "metadata": Sized(),
+        "max_tokens": whole(1),
+        "stop_sequences": many(text(), MAX_STOPS),
+        "output_config": SIZED,
+        "metadata": SIZED,
     },
-    "/v1/embeddings": {**EVERYWHERE, "input": Prompts(), "dimensions": Whole(1), "encoding_format": Text()},
+    "/v1/embeddings": {**EVERYWHERE, "input": prompts(), "dimensions": whole(1), "encoding_format": text()},
     "/v1/messages/count_tokens": {"tools": CHAT["tools"]},
     "/tokenize": {**CHAT, "add_special_tokens": FLAG, "continue_final_message": FLAG},
-    "/detokenize": {"tokens": Prompts(), "skip_special_tokens": FLAG},
+    "/detokenize": {"tokens": prompts(), "skip_special_tokens": FLAG},
 }  # fmt: skip
 """By path: field and row."""
 
@@ -682,13 +597,3 @@ def _nesting(text: str) -> int:
 
 def _nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]} if schema else schema
-
-
-def _is_scalar(value: Any) -> bool:
-    if type(value) is int:
-        return -MAX_INT64 - 1 <= value <= MAX_INT64
-    return (
-        value is None
-        or isinstance(value, bool | float)
-        or (isinstance(value, str) and len(value) <= MAX_TEXT_CHARS)
-    )

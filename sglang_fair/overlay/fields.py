@@ -5,7 +5,7 @@ A body of a route that the table has is judged as it was sent, so that an error 
 else becomes a request of the engine, by its fields.
 """
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -35,4 +35,4 @@ _ANY = Rule()
 @cache
 def _facts(vocabulary: int) -> Facts:
     """Of a model with so many token ids, and of what the operator allows."""
-    return replace(config.read().facts, vocabulary=vocabulary)
+    return config.read().facts._replace(vocabulary=vocabulary)

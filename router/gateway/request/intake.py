@@ -1,7 +1,6 @@
 """From the bytes of a body to a checked request and its tokens; large ones in threads, the clients in turn."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from router.events import TOKEN_BYTES
 from router.gateway.errors import ApiError
@@ -37,7 +36,7 @@ class Intake:
         """`tokens` are the tokenizers of the models, the first one first. `context_tokens` says how long a prompt for a
         model may be; None while that is unknown. `allowed` is what the operator allows."""
         self._facts = {
-            name: replace(allowed, vocabulary=one.vocabulary) if one.vocabulary else allowed
+            name: allowed._replace(vocabulary=one.vocabulary) if one.vocabulary else allowed
             for name, one in tokens.items()
         }
         self._allowed = allowed
