@@ -290,8 +290,10 @@ def test_a_report_that_fails_is_named_and_the_others_are_made(tmp_path):
     records = records_of(tmp_path)
     records += [replace(record, experiment="other", measured={"y": None}) for record in records]
     told = results.reports(records, {"odd": Odd(CELLS), "other": Odd(CELLS)})
-    assert told[0].report is not None
-    assert (told[1].report, told[1].error) == (None, "ValueError: cell a: 0 of 1 runs have y")
+    assert [(one.failed, one.lacks) for one in told] == [
+        (False, ""),
+        (True, "No report: ValueError: cell a: 0 of 1 runs have y."),
+    ]
     page = results.page(records, {"odd": Odd(CELLS), "other": Odd(CELLS)})
     assert "No report: ValueError: cell a: 0 of 1 runs have y." in page
     assert "The sum is 6" in page
@@ -317,7 +319,7 @@ def test_the_committed_page_is_what_the_committed_records_yield():
     records = store.read_published(DOCS / "results")
     assert results.page(records, on_page(EXPERIMENTS)) == (DOCS / "results.md").read_text(encoding="utf-8")
     for one in results.reports(records, on_page(EXPERIMENTS)):
-        assert one.report is not None, f"{one.experiment.id} misses {one.missing}"
+        assert not one.lacks, one.experiment.id
         for found in one.report.claims:
             assert found.text
             assert found.paper, f"{found.text}: no number of the paper's"
@@ -415,7 +417,7 @@ def test_experiments_run_and_report(tmp_path):
     told = results.reports(records, asked)
     assert {one.experiment.id for one in told} == set(asked)
     for one in told:
-        assert one.report is not None, one.missing
+        assert not one.lacks
         assert one.report.claims or one.report.tables
         assert all(claim.text and claim.paper and claim.ours for claim in one.report.claims)
     assert max(len(json.dumps(record.measured)) for record in records) < 60_000

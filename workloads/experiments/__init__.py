@@ -7,57 +7,35 @@ the page.
 
 from collections.abc import Mapping
 
-from workloads.experiments.beyond_deadlines import Shared
-from workloads.experiments.beyond_equity import Equity
-from workloads.experiments.beyond_isolation import Isolation as BesideFloods
-from workloads.experiments.beyond_isolation import Target
-from workloads.experiments.beyond_placement import Contest
-from workloads.experiments.beyond_routers import Routers
+from workloads.experiments import (
+    beyond_deadlines,
+    beyond_equity,
+    beyond_isolation,
+    beyond_placement,
+    beyond_routers,
+    cost_functions,
+    dlpm_a10g,
+    dlpm_fig4,
+    dlpm_fig7,
+    dlpm_table2,
+    fairserve,
+    qlm,
+    qlm_waits,
+    vtc,
+    vtc_trace,
+)
 from workloads.experiments.contract import Experiment
-from workloads.experiments.cost_functions import CostFunctions
-from workloads.experiments.dlpm_a10g import Figure1, Figure8, Figure9, Figure10, Figure11, Figure12
-from workloads.experiments.dlpm_fig4 import Figure4
-from workloads.experiments.dlpm_fig7 import Figure7, Sensitivity
-from workloads.experiments.dlpm_table2 import Table2
-from workloads.experiments.fairserve import Abuse, Delay, Table3, Table4
-from workloads.experiments.qlm import (
-    Ablation,
-    Blocking,
-    Drain,
-    Hardware,
-    Mega,
-    Models,
-    Needed,
-    Overhead,
-    Queues,
-    Sweep,
-)
-from workloads.experiments.qlm_waits import Waits
-from workloads.experiments.vtc import (
-    BelowShare,
-    Isolation,
-    Lengths,
-    OnOff,
-    OnOffOverload,
-    Overload,
-    Pools,
-    Prediction,
-    Profiled,
-    Shift,
-    Weighted,
-)
-from workloads.experiments.vtc_trace import ArenaTrace
 
 EXPERIMENTS: Mapping[str, Experiment] = {
-    experiment.id: experiment
+    experiment.id: experiment()
     for experiment in (
-        Overload(), BelowShare(), OnOff(), OnOffOverload(), Lengths(), Isolation(), Shift(), ArenaTrace(),
-        Pools(), Weighted(), Prediction(), Profiled(), CostFunctions(),
-        Table2(), Figure7(), Sensitivity(),
-        Figure1(), Figure4(), Figure8(), Figure9(), Figure10(), Figure11(), Figure12(),
-        Abuse(), Delay(), Table3(), Table4(), Equity(),
-        Waits(), Blocking(), Drain(), Sweep(), Ablation(), Models(), Hardware(), Mega(), Queues(),
-        Overhead(), Needed(), Shared(),
-        Routers(), BesideFloods(), Contest(), Target(),
+        vtc.Overload, vtc.BelowShare, vtc.OnOff, vtc.OnOffOverload, vtc.Lengths, vtc.Isolation, vtc.Shift,
+        vtc_trace.ArenaTrace, vtc.Pools, vtc.Weighted, vtc.Prediction, vtc.Profiled, cost_functions.CostFunctions,
+        dlpm_table2.Table2, dlpm_fig7.Figure7, dlpm_fig7.Sensitivity, dlpm_a10g.Figure1, dlpm_fig4.Figure4,
+        dlpm_a10g.Figure8, dlpm_a10g.Figure9, dlpm_a10g.Figure10, dlpm_a10g.Figure11, dlpm_a10g.Figure12,
+        fairserve.Abuse, fairserve.Delay, fairserve.Table3, fairserve.Table4, beyond_equity.Equity, qlm_waits.Waits,
+        qlm.Blocking, qlm.Drain, qlm.Sweep, qlm.Ablation, qlm.Models, qlm.Hardware, qlm.Mega, qlm.Queues, qlm.Overhead,
+        qlm.Needed, beyond_deadlines.Shared, beyond_routers.Routers, beyond_isolation.Isolation,
+        beyond_placement.Contest, beyond_isolation.Target,
     )
 }  # fmt: skip

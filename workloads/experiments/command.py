@@ -10,11 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sglang_fair.common.installed import missing_extra
@@ -129,7 +130,7 @@ def _reproduce(given: ReproduceOptions, experiments: Mapping[str, Experiment]) -
         _publish(reported, experiments, console)
     print(json.dumps({"reproduce": {one.experiment.id: _verdicts(one) for one in reported}}))
     errors = [f"{job.name}: {outcome.error}" for job, outcome in failed]
-    errors += [f"{one.experiment.id}: {one.lacks}" for one in reported if one.error]
+    errors += [f"{one.experiment.id}: {one.lacks}" for one in reported if one.failed]
     for text in errors:
         print(f"{NAME}: {text}", file=sys.stderr)
     return 1 if errors else 0
@@ -166,7 +167,7 @@ def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> 
 
 def _verdicts(one: results.Reported) -> Mapping[str, object]:
     """How many claims hold, and the numbers to compare; nothing of an experiment that is not complete."""
-    if one.report is None:
+    if one.lacks:
         return {}
     held = [claim.holds for claim in one.report.claims]
     return {
@@ -183,7 +184,18 @@ def _make_records(
     todo = jobs if given.again else runner.missing(jobs, given.folder)
     if len(todo) < len(jobs):
         console.print(f"{len(jobs) - len(todo)} of {len(jobs)} runs have a record in {given.folder}")
-    with _RunProgress(todo, console) as view:
+    columns = TextColumn("{task.completed:.0f} of {task.total:.0f} s"), BarColumn(), TimeRemainingColumn()
+    numbers = count(1)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        bar_id = bar.add_task("", total=sum(job.cell.simulated_s for job in todo))
+
+        def ended(job: Job, outcome: Outcome) -> None:
+            bar.advance(bar_id, job.cell.simulated_s)
+            what = outcome.error if isinstance(outcome, Failed) else f"{outcome.wall_s:.1f} s"
+            trace = outcome.trace if isinstance(outcome, Failed) else ""
+            text = f"[{next(numbers)}/{len(todo)}] {job.name}: {what}\n{trace}".rstrip()
+            console.print(text, markup=False)
+
         return runner.run(
             todo,
             REGISTRY if workers else experiments,
@@ -192,8 +204,7 @@ def _make_records(
             versions=versions(),
             machine=machine(),
             workers=workers,
-            began=view.began,
-            ended=view.ended,
+            ended=ended,
         )
 
 
@@ -203,7 +214,7 @@ def _show_reports(
     """Print the claims, and draw the plots beside the records."""
     reported = results.reports(store.read_folder(folder, experiments), experiments)
     for one in reported:
-        if one.report is not None:
+        if not one.lacks:
             console.print(claims_table(one))
     _draw(reported, folder / "plots", ("png", "svg"), console)
     return reported
@@ -215,7 +226,7 @@ def _publish(
     """Write the records into the documentation, then plots and the page from all records there. Raises ValueError,
     before anything is written, where there is no report, or a claim does not hold and no words say why."""
     for one in reported:
-        if one.report is None:
+        if one.lacks:
             raise ValueError(f"{one.experiment.id}: {one.lacks} Nothing is published")
         for claim in one.report.claims:
             if claim.holds != "yes" and not claim.why:
@@ -230,8 +241,7 @@ def _publish(
 
 def claims_table(one: results.Reported) -> Table:
     """An experiment's claims for the terminal."""
-    assert one.report is not None
-    view = Table(title=f"{one.experiment.id}: {one.experiment.title}", title_justify="left")
+    view = Table(title=one.title, title_justify="left")
     for column in ("claim", "paper", "here", "holds"):
         view.add_column(column)
     for claim in one.report.claims:
@@ -249,40 +259,3 @@ def _draw(
     else:
         if written:
             console.print(f"{len(written)} plots in {folder}")
-
-
-class _RunProgress:
-    """Shows how far the runs are: bars on a terminal, and a line for each that ended."""
-
-    def __init__(self, jobs: Sequence[Job], console: Console) -> None:
-        self._console, self._total, self._done = console, len(jobs), 0
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._all = self._bars.add_task("all", total=sum(job.cell.simulated_s for job in jobs))
-        self._running: dict[str, TaskID] = {}
-
-    def __enter__(self) -> "_RunProgress":
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def began(self, job: Job) -> None:
-        self._running[job.name] = self._bars.add_task(job.name, total=None)
-
-    def ended(self, job: Job, outcome: Outcome) -> None:
-        self._bars.remove_task(self._running.pop(job.name))
-        self._bars.advance(self._all, job.cell.simulated_s)
-        self._done += 1
-        what = outcome.error if isinstance(outcome, Failed) else f"{outcome.wall_s:.1f} s"
-        self._console.print(f"[{self._done}/{self._total}] {job.name}: {what}", markup=False)
-        if isinstance(outcome, Failed) and outcome.trace:
-            self._console.print(outcome.trace.rstrip(), markup=False)

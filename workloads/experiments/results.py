@@ -6,12 +6,13 @@ if a report fails, why. Records of cells that the experiment no longer has, or h
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from sglang_fair.core import POLICIES
 from sglang_fair.settings.table import Cluster
-from workloads.experiments.claims import Claim, Report, Table, plain, shown
-from workloads.experiments.contract import Cell, Experiment, Result, Size
+from workloads.experiments.claims import Report, plain, shown
+from workloads.experiments.contract import Cell, Experiment, Result
 from workloads.experiments.plots import Figure
 from workloads.experiments.store import Record
 
@@ -48,18 +49,22 @@ class Reported:
 
     experiment: Experiment
     records: Sequence[Record]
-    missing: Sequence[str]
-    """Cells without a record. If there are any, there is no report."""
-    report: Report | None
-    error: str = ""
-    """Why complete records make no report, in one line."""
+    report: Report
+    """Empty if something lacks."""
+    lacks: str = ""
+    """What is shown in place of a report."""
+    failed: bool = False
+    """Whether the records are complete and make no report."""
 
     @property
-    def lacks(self) -> str:
-        """What is shown in place of a report."""
-        return (
-            f"No report: {self.error}." if self.error else f"Not complete: without {', '.join(self.missing)}."
-        )
+    def title(self) -> str:
+        return f"{self.experiment.id}: {self.experiment.title}"
+
+    @property
+    def anchor(self) -> str:
+        """The link that Git hosts make of the heading: small letters, spaces as hyphens, no punctuation."""
+        kept = [letter for letter in self.title.lower() if letter.isalnum() or letter in " -_"]
+        return "".join(kept).replace(" ", "-")
 
 
 def reports(records: Sequence[Record], experiments: Mapping[str, Experiment]) -> list[Reported]:
@@ -67,42 +72,32 @@ def reports(records: Sequence[Record], experiments: Mapping[str, Experiment]) ->
     found = []
     for name, experiment in experiments.items():
         mine = [record for record in records if record.experiment == name]
-        if not mine:
-            continue
-        cells = {cell.name: cell for cell in experiment.cells(_size(mine))}
-        mine = [r for r in mine if r.name in cells and r.of(cells[r.name], experiment.version)]
-        had = {(record.name, record.seed) for record in mine}
-        missing = [c.name for c in cells.values() if any((c.name, seed) not in had for seed in c.seeds)]
-        found.append(Reported(experiment, mine, missing, *_report(experiment, mine, missing, cells)))
+        sizes = {record.size for record in mine}
+        if len(sizes) > 1:
+            raise ValueError(f"{name}: quick and full records in one place; they are no one result")
+        cells = {cell.name: cell for size in sizes for cell in experiment.cells(size)}
+        mine = [one for one in mine if one.name in cells and one.of(cells[one.name], experiment.version)]
+        if cells:
+            found.append(_reported(experiment, mine, cells.values()))
     return found
 
 
-def _report(
-    experiment: Experiment, records: Sequence[Record], missing: Sequence[str], cells: Mapping[str, Cell]
-) -> tuple[Report | None, str]:
-    """Its report, or why there is none."""
+def _reported(experiment: Experiment, records: Sequence[Record], cells: Iterable[Cell]) -> Reported:
+    had = {(record.name, record.seed): record.measured for record in records}
+    missing = [cell.name for cell in cells if any((cell.name, seed) not in had for seed in cell.seeds)]
     if missing:
-        return None, ""
+        return Reported(experiment, records, Report(), f"Not complete: without {', '.join(missing)}.")
+    at = {cell.name: Result(cell, [had[cell.name, seed] for seed in cell.seeds]) for cell in cells}
     try:
-        return Report(experiment.report(results_of(records, cells))), ""
+        return Reported(experiment, records, Report(experiment.report(at)))
     except Exception as error:  # whatever one experiment gets wrong, the others are reported
-        return None, f"{type(error).__name__}: {error}"
-
-
-def results_of(records: Sequence[Record], cells: Mapping[str, Cell]) -> dict[str, Result]:
-    """By cell, in the order of `cells`; runs in the order of seeds."""
-    found = {}
-    for name, cell in cells.items():
-        mine = {record.seed: record for record in records if record.name == name}
-        found[name] = Result(cell, [mine[seed].measured for seed in cell.seeds])
-    return found
+        return Reported(experiment, records, Report(), f"No report: {type(error).__name__}: {error}.", True)
 
 
 def page(records: Sequence[Record], experiments: Mapping[str, Experiment], plots: str = "results") -> str:
     """The whole page, in Markdown. `plots` is the folder of the plots, seen from the page."""
-    told = reports(records, experiments)
-    parts = [INTRODUCTION, _summary(told), _differences(told)]
-    parts += [_section(one, plots) for one in told]
+    found = reports(records, experiments)
+    parts = [INTRODUCTION, _summary(found), _differences(found), *(_section(one, plots) for one in found)]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
 
 
@@ -111,67 +106,45 @@ def figure_file(experiment: str, figure: Figure, suffix: str) -> str:
     return f"{experiment}-{figure.name}.{suffix}"
 
 
-def draw(told: Iterable[Reported], folder: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
+def draw(found: Iterable[Reported], folder: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
     """Draw every figure into `folder`. Equal records give equal files. Raises ImportError without matplotlib."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for one in told:
-        for figure in one.report.figures if one.report else ():
-            for suffix in suffixes:
-                path = folder / figure_file(one.experiment.id, figure, suffix)
-                with rc_context({"svg.hashsalt": "sglang-fair", "svg.fonttype": "none"}):
-                    canvas = Canvas(figsize=figure.inches, layout="constrained")
-                    figure.draw(canvas)
-                    canvas.savefig(path, dpi=DPI, metadata=_METADATA[suffix])
-                written.append(path)
+    for one, suffix in product(found, suffixes):
+        for figure in one.report.figures:
+            path = folder / figure_file(one.experiment.id, figure, suffix)
+            with rc_context({"svg.hashsalt": "sglang-fair", "svg.fonttype": "none"}):
+                canvas = Canvas(figsize=figure.inches, layout="constrained")
+                figure.draw(canvas)
+                canvas.savefig(path, dpi=DPI, metadata={"Date" if suffix == "svg" else "Software": None})
+            written.append(path)
     return written
-
-
-_METADATA: Mapping[str, dict[str, str | None]] = {"png": {"Software": None}, "svg": {"Date": None}}
-
-
-def _size(records: Sequence[Record]) -> Size:
-    sizes = {record.size for record in records}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"{records[0].experiment}: quick and full records in one place; they are no one result"
-        )
-    return records[0].size
 
 
 # ---- the parts of the page
 
 
-def _summary(told: Sequence[Reported]) -> str:
+def _summary(found: Sequence[Reported]) -> str:
     rows = [
-        (
-            f"[{one.experiment.source}](#{_anchor(one)})",
-            claim.text,
-            claim.paper,
-            claim.ours,
-            HOLDS[claim.holds],
-        )
-        for one in told
-        if one.report
+        (f"[{one.experiment.source}](#{one.anchor})", claim.text, claim.paper, claim.ours, HOLDS[claim.holds])
+        for one in found
         for claim in one.report.claims
     ]
-    claims = [claim for one in told if one.report for claim in one.report.claims]
-    counts = {verdict: sum(claim.holds == verdict for claim in claims) for verdict in HOLDS}
+    held = [claim.holds for one in found for claim in one.report.claims]
     head = (
-        f"## Every claim\n\nOf {len(claims)} claims {counts['yes']} hold here, {counts['partly']} hold in part, "
-        f"{counts['no']} do not.\n\n"
+        f"## Every claim\n\nOf {len(held)} claims {held.count('yes')} hold here, {held.count('partly')} hold in part, "
+        f"{held.count('no')} do not.\n\n"
     )
     return head + _markdown(("source", "claim", "paper", "here", "holds"), rows, words=5)
 
 
-def _differences(told: Sequence[Reported]) -> str:
+def _differences(found: Sequence[Reported]) -> str:
     lines = [
         f"- **{one.experiment.source}**: {claim.text}. Paper: {claim.paper}. Here: {claim.ours}. {claim.why}".rstrip()
-        for one in told
-        if one.report
+        for one in found
         for claim in one.report.claims
         if claim.holds != "yes"
     ]
@@ -179,25 +152,26 @@ def _differences(told: Sequence[Reported]) -> str:
 
 
 def _section(one: Reported, plots: str) -> str:
-    name = one.experiment.id
+    name, report = one.experiment.id, one.report
     about = f"*{one.experiment.source}* (`{name}`). {plain(one.experiment.about)}"
-    parts = [f"## {_section_title(one)}", about, *([_stall_bounds(one)] if one.records else [])]
-    if one.report is None:
+    parts = [f"## {one.title}", about, *([_stall_bounds(one)] if one.records else [])]
+    if one.lacks:
         parts.append(one.lacks)
-    else:
-        parts += [_claims(one.report.claims)] if one.report.claims else []
-        parts += [_table(table) for table in one.report.tables]
-        for figure in one.report.figures:
-            path = f"{plots}/{figure_file(name, figure, 'png')}"
-            parts.append(f"![{figure.caption}]({path})\n\n{figure.caption}")
-        parts += one.report.notes
-    parts.append(_provenance(one.records))
-    return "\n\n".join(parts)
+    if report.claims:
+        rows = [(claim.text, claim.paper, claim.ours, HOLDS[claim.holds]) for claim in report.claims]
+        parts.append(_markdown(("claim", "paper", "here", "holds"), rows, words=4))
+    for table in report.tables:
+        rows_of = _markdown(table.columns, table.rows, digits=table.digits)
+        parts.append(f"**{table.title}**\n\n{rows_of}")
+    for figure in report.figures:
+        path = f"{plots}/{figure_file(name, figure, 'png')}"
+        parts.append(f"![{figure.caption}]({path})\n\n{figure.caption}")
+    return "\n\n".join([*parts, *report.notes, _provenance(one.records)])
 
 
 def _stall_bounds(one: Reported) -> str:
     """Which bound on prefill steps the replicas had, by the records' own cells."""
-    titles = {cell.name: cell.title for cell in one.experiment.cells(_size(one.records))}
+    titles = {cell.name: cell.title for cell in one.experiment.cells(one.records[0].size)}
     found: dict[str, dict[str, None]] = {}
     for record in one.records:
         site = record.cell["site"]
@@ -226,38 +200,18 @@ def _stall_bound(stall_ms: float, target_tpot_ms: float | None) -> str:
     return f"{stall_ms:g} ms{default}, with {target}"
 
 
-def _section_title(one: Reported) -> str:
-    return f"{one.experiment.id}: {one.experiment.title}"
-
-
-def _anchor(one: Reported) -> str:
-    """The link that Git hosts make of a heading: small letters, spaces as hyphens, no punctuation."""
-    kept = [letter for letter in _section_title(one).lower() if letter.isalnum() or letter in " -_"]
-    return "".join(kept).replace(" ", "-")
-
-
-def _claims(claims: Sequence[Claim]) -> str:
-    rows = [(claim.text, claim.paper, claim.ours, HOLDS[claim.holds]) for claim in claims]
-    return _markdown(("claim", "paper", "here", "holds"), rows, words=4)
-
-
-def _table(table: Table) -> str:
-    return f"**{table.title}**\n\n" + _markdown(table.columns, table.rows, digits=table.digits)
-
-
 def _provenance(records: Sequence[Record]) -> str:
     if not records:
         return ""
-    wall_s, simulated_s = (
-        sum(record.wall_s for record in records),
-        sum(record.simulated_s for record in records),
+    wall_s, simulated_s = (sum(getattr(one, what) for one in records) for what in ("wall_s", "simulated_s"))
+    commits, pythons = (
+        ", ".join(sorted({record.versions.get(what, "?") for record in records}))
+        for what in ("commit", "python")
     )
-    commits = sorted({record.versions.get("commit", "?") for record in records})
     many = "run" if len(records) == 1 else "runs"
     return (
         f"<sub>{len(records)} {records[0].size} {many}, {simulated_s / 3600:.1f} simulated replica hours in "
-        f"{wall_s:.0f} s of computing; commit {', '.join(commits)}; Python "
-        f"{', '.join(sorted({record.versions.get('python', '?') for record in records}))}.</sub>"
+        f"{wall_s:.0f} s of computing; commit {commits}; Python {pythons}.</sub>"
     )
 
 
