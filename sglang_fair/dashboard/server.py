@@ -12,7 +12,6 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from importlib import resources
-from typing import Any
 
 from aiohttp import web
 
@@ -55,93 +54,105 @@ def application(
 ) -> web.Application:
     """The page about the cluster behind `gateway`; it looks at it from its start to its end. What gateway and replicas
     must show is as `Peers` has it, and `names` are those of the page as `objection` has them."""
-    files = {path.name: path.read_bytes() for path in resources.files(__package__).joinpath("page").iterdir()}
-    pollers: list[tuple[Poller, Peers]] = []
+    page = _Page(session, names, lambda: Peers(gateway, gateway_tls, replica_tls), every_s)
 
-    async def looking(_: web.Application) -> AsyncIterator[None]:
-        peers = Peers(gateway, gateway_tls, replica_tls)
-        poller = Poller(peers, every_s)
-        pollers.append((poller, peers))
-        task = asyncio.create_task(poller.run())
-        yield
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        await peers.close()
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await page.guard(request, handler)
 
-    def file(name: str) -> Handler:
-        kind = TYPES["." + name.rpartition(".")[2]]
-
-        async def send(request: web.Request) -> web.Response:
-            response = web.Response(body=files[name], content_type=kind, charset="utf-8")
-            if name == "index.html" and session.needs_key:
-                _remember(response, session)
-            return response
-
-        return send
-
-    async def view(request: web.Request) -> web.Response:
-        span = request.query.get("span", next(iter(SPANS)))
-        if span not in SPANS:
-            raise Refused(f"there is no span {span!r:.40}; there are {', '.join(SPANS)}", 400)
-        return web.Response(body=pollers[0][0].encoded(span), content_type="application/json")
-
-    async def health(_: web.Request) -> web.Response:
-        return web.Response(text="ok")
-
-    async def requests(request: web.Request) -> web.Response:
-        try:
-            found = await pollers[0][1].requests(request.query.get("client"), MOST_REQUESTS)
-        except Refused as error:  # a state to show, as others: no error of this page
-            found = {"requests": [], "kept": error.status != 404, "said": f"No data: {error}."}
-        return web.json_response(found)
-
-    async def explain(request: web.Request) -> web.Response:
-        answer = await pollers[0][1].explain(request.match_info["id"])
-        return web.json_response({"text": in_words(answer)})
-
-    async def change(request: web.Request) -> web.Response:
-        weight = _weight(await request.read())
-        await pollers[0][1].set_weight(request.match_info["name"], weight)
-        return web.json_response({"weight": weight})
-
-    async def login(request: web.Request) -> web.Response:
-        given = (await request.post()).get("key", "")
-        if not isinstance(given, str) or not session.is_key(given.strip()):
-            raise web.HTTPSeeOther("/login?wrong")
-        response = web.Response(status=303, headers={"location": "/"})
-        _remember(response, session)
-        return response
-
-    async def logout(_: web.Request) -> web.Response:
-        response = web.Response(status=303, headers={"location": "/login"})
-        response.del_cookie(session.cookie)
-        return response
-
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_guarded(session, names)])
-    app.cleanup_ctx.append(looking)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
+    app.cleanup_ctx.append(page.look)
     app.add_routes(
         [
-            web.get("/", file("index.html")),
-            web.get("/login", file("login.html")),
-            *(web.get(f"/{name}", file(name)) for name in files if not name.endswith(".html")),
-            web.get("/view", view),
-            web.get("/health", health),
-            web.get("/requests", requests),
-            web.get("/requests/{id:.+}", explain),
-            web.patch("/clients/{name:.+}", change),
-            web.post("/login", login),
-            web.post("/logout", logout),
+            web.get("/", page.file("index.html")),
+            web.get("/login", page.file("login.html")),
+            *(web.get(f"/{name}", page.file(name)) for name in page.files if not name.endswith(".html")),
+            web.get("/view", page.view),
+            web.get("/health", page.health),
+            web.get("/requests", page.requests),
+            web.get("/requests/{id:.+}", page.explain),
+            web.patch("/clients/{name:.+}", page.change),
+            web.post("/login", page.login),
+            web.post("/logout", page.logout),
         ]
     )
     return app
 
 
-def _guarded(session: Session, names: Collection[str]) -> Any:
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+class _Page:
+    """Its handlers."""
+
+    _peers: Peers
+    _poller: Poller
+
+    def __init__(
+        self, session: Session, names: Collection[str], connect: Callable[[], Peers], every_s: float
+    ) -> None:
+        folder = resources.files(__package__).joinpath("page")
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self._session, self._names = session, names
+        self._connect, self._every_s = connect, every_s
+
+    async def look(self, _: web.Application) -> AsyncIterator[None]:
+        self._peers = self._connect()
+        self._poller = Poller(self._peers, self._every_s)
+        task = asyncio.create_task(self._poller.run())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await self._peers.close()
+
+    def file(self, name: str) -> Handler:
+        async def send(request: web.Request) -> web.Response:
+            kind = TYPES["." + name.rpartition(".")[2]]
+            response = web.Response(body=self.files[name], content_type=kind, charset="utf-8")
+            if name == "index.html" and self._session.needs_key:
+                _remember(response, self._session)
+            return response
+
+        return send
+
+    async def view(self, request: web.Request) -> web.Response:
+        span = request.query.get("span", next(iter(SPANS)))
+        if span not in SPANS:
+            raise Refused(f"there is no span {span!r:.40}; there are {', '.join(SPANS)}", 400)
+        return web.Response(body=self._poller.encoded(span), content_type="application/json")
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def requests(self, request: web.Request) -> web.Response:
         try:
-            response = await _answer(request, handler)
+            found = await self._peers.requests(request.query.get("client"), MOST_REQUESTS)
+        except Refused as error:  # a state to show, as others: no error of this page
+            found = {"requests": [], "kept": error.status != 404, "said": f"No data: {error}."}
+        return web.json_response(found)
+
+    async def explain(self, request: web.Request) -> web.Response:
+        return web.json_response({"text": in_words(await self._peers.explain(request.match_info["id"]))})
+
+    async def change(self, request: web.Request) -> web.Response:
+        weight = _weight(await request.read())
+        await self._peers.set_weight(request.match_info["name"], weight)
+        return web.json_response({"weight": weight})
+
+    async def login(self, request: web.Request) -> web.Response:
+        given = (await request.post()).get("key", "")
+        if not isinstance(given, str) or not self._session.is_key(given.strip()):
+            raise web.HTTPSeeOther("/login?wrong")
+        response = web.Response(status=303, headers={"location": "/"})
+        _remember(response, self._session)
+        return response
+
+    async def logout(self, _: web.Request) -> web.Response:
+        response = web.Response(status=303, headers={"location": "/login"})
+        response.del_cookie(self._session.cookie)
+        return response
+
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await self._answer(request, handler)
         except web.HTTPException as error:
             response = error
         response.headers.update(HEADERS)
@@ -149,25 +160,23 @@ def _guarded(session: Session, names: Collection[str]) -> Any:
             raise response
         return response
 
-    async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        may = session.may(request.remote, request.headers, request.cookies)
-        why = objection(
-            request.method, request.headers, names, is_known=session.needs_key,
-            content=FORM if request.path in ("/login", "/logout") else JSON,
-        )  # fmt: skip
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        needs_key = self._session.needs_key
+        content = FORM if request.path in ("/login", "/logout") else JSON
+        why = objection(request.method, request.headers, self._names, is_known=needs_key, content=content)
         if why is not None and request.path != "/health":
             return _error(why, 403)
+        may = self._session.may(request.remote, request.headers, request.cookies)
         if request.path not in OPEN and not may:
-            if request.path == "/" and session.needs_key:
+            if not needs_key:
+                return _error("this is for the machine itself", 403)
+            if request.path == "/":
                 return web.Response(status=303, headers={"location": "/login"})
-            return _error("this needs the admin key" if session.needs_key else "this is for the machine itself",
-                          401 if session.needs_key else 403)  # fmt: skip
+            return _error("this needs the admin key", 401)
         try:
             return await handler(request)
         except Refused as error:
             return _error(str(error), error.status)
-
-    return guard
 
 
 def _remember(response: web.Response, session: Session) -> None:

@@ -18,7 +18,7 @@ from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.dashboard.followed import Counters, Followed
 from sglang_fair.dashboard.history import EXTEND, MOST_NAMED, SERVICE, History
-from sglang_fair.dashboard.model import FORGOTTEN_AFTER_S, ROWS, SPANS, WINDOW, WINDOW_S, Model
+from sglang_fair.dashboard.model import FORGOTTEN_AFTER_S, ROWS, SPANS, WINDOW, WINDOW_S, Model, fair_shares
 from sglang_fair.dashboard.reading import (
     OTHERS,
     SYSTEM,
@@ -35,7 +35,6 @@ from sglang_fair.dashboard.reading import (
     gateway_reading,
     replica_reading,
 )
-from sglang_fair.dashboard.shown import fair_shares
 from sglang_fair.dashboard.view import View
 from tests.support.budget import examples
 from tests.support.engine_model import EngineModel, Traffic, cases
@@ -356,7 +355,7 @@ def test_what_is_wrong_is_told_apart(found, health, about):
     assert [note.about for note in view.notes] == [about]
 
 
-def test_a_silent_replica_has_no_numbers_and_goes_on_where_it_was():
+def test_a_silent_replica_has_no_numbers_and_goes_on_where_it_was_unless_it_was_restarted():
     model = Model()
     model.take(reading(a=100), 50_000.0)
     model.take(Reading(reading().gateway, {"r0": ReplicaReading("silent")}), 50_002.0)
@@ -369,12 +368,9 @@ def test_a_silent_replica_has_no_numbers_and_goes_on_where_it_was():
     view = model.view()
     assert view.clients[0].rate == pytest.approx(10)
     assert view.health == "ok"
-
-
-def test_a_restart_is_said_and_no_service_becomes_negative():
-    view = after(reading(a=100), reading(a=160), reading(a=20))
-    assert "was restarted" in view.notes[0].text
-    assert view.clients[0].rate == pytest.approx((60 + 20) / 4)
+    model.take(reading(a=20), 50_006.0)
+    assert "was restarted" in model.view().notes[0].text
+    assert model.view().clients[0].rate == pytest.approx((40 + 20) / 6)
 
 
 def test_replicas_come_and_go_and_are_forgotten():
@@ -453,11 +449,13 @@ def test_the_system_is_no_client():
     assert view.others is None
 
 
-def test_a_clock_that_goes_back_is_no_time():
+def test_a_clock_that_goes_back_is_no_time_and_a_window_forgets():
     model = Model()
     for at_s, units in ((50_000.0, 0), (50_002.0, 20), (49_000.0, 40), (50_004.0, 60)):
         model.take(reading(a=units), at_s)
     assert model.view().clients[0].rate == pytest.approx(60 / 4)
+    model.take(reading(a=60), 50_004.0 + WINDOW_S)
+    assert model.view().clients[0].rate == 0
 
 
 # ---- what peers may answer
@@ -476,11 +474,3 @@ def test_several_schedulers_of_a_replica_are_shown_each():
     status = Status(Front(), workers={"r0": Worker("http://r0", "draining")})
     view = after(Reading(GatewayReading("up", status), found))
     assert [each.state for each in view.replicas] == ["draining", "draining"]
-
-
-def test_a_window_forgets():
-    model = Model()
-    model.take(reading(a=0), 50_000.0)
-    model.take(reading(a=500), 50_002.0)
-    model.take(reading(a=500), 50_002.0 + WINDOW_S)
-    assert model.view().clients[0].rate == 0
