@@ -93,7 +93,7 @@ class CentralizedDlpm(Placement):
         job, units = self._pulled.pop(request.id, None), self._price(request, match.of(worker))
         self._dlpm.charge(request.client, units)
         if job is not None:
-            self._dlpm.admitted(job, units, 0.0)
+            self._dlpm.admitted(job)
         else:  # it did not wait here
             self._requests[request.client] += 1
 

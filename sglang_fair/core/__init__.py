@@ -3,8 +3,8 @@
     policies      `policy` is their interface; fcfs, rpm, lpm, lcf, vtc, drr, dlpm, wsc, slo and their variants;
                   their `options`
     queue         what waits and what goes first (`queue`, `job`, `clients`, `heap`); clients that are new (`newcomers`)
-    admission     forming a batch: which request is next, which waits for a prefix (`admission`, `lookups`, `twins`);
-                  prompts or tokens for those that run (`steps`, `step_times`, `sharing`); what is notified (`listener`)
+    admission     forming a batch: which request is next, which waits for a prefix (`admission`, `prefixes`);
+                  prompts or tokens for those that run (`steps`, `step_times`); what is notified (`listener`)
     account       what requests cost and whom it is charged to (`account`, `cost`, `ledger`, `payers`, `predictor`); the
                   largest of them, of which bounds are made (`largest`)
     eviction      whose prefixes the cache gives up

@@ -94,8 +94,7 @@ class Account:
         predicted = self._predict(job)
         self._share(job, cached_tokens)
         self._compute(job, extend_tokens, predicted)
-        recent = self.largest.recent
-        self.policy.admitted(job, recent.input_units, self._dearest_output_units(recent))
+        self.policy.admitted(job)
 
     def extend(self, job: Job, tokens: int) -> None:
         """The engine computes `tokens` more of the prompt."""

@@ -3,9 +3,9 @@
 An engine forms a batch by asking for one candidate after another until the next one does not fit. Memory and compute
 are the engine's to judge. Everything else about a candidate is decided here:
 
-    look-ups      which waiting requests are matched against the cache before the pass (`lookups`)
+    look-ups      which waiting requests are matched against the cache before the pass (`prefixes`)
     twins         a request whose next tokens are being computed for another one is passed over: one step later they
-                  are a cache hit (`twins`)
+                  are a cache hit (`prefixes`)
     corrections   a candidate that lost cached tokens since its look-up is offered again only if it is still first
     steps         whether the step is for prompts at all, or for those that run, and how long it may be (`steps`)
     eviction      which running requests are taken back for a more urgent one, if the policy has that (`preemption`)
@@ -36,14 +36,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listeners
-from sglang_fair.core.lookups import LookUps
 from sglang_fair.core.payers import path_of
 from sglang_fair.core.preemption import Preemption
+from sglang_fair.core.prefixes import Prefixes
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Outcome, Record
-from sglang_fair.core.sharing import PromptsFirst, Sharing
-from sglang_fair.core.steps import Steps
-from sglang_fair.core.twins import Twins
+from sglang_fair.core.steps import PromptsFirst, Steps
 from sglang_fair.core.waits import ENGINE, PREFIX, RUNNING, STEP
 
 Match = tuple[int, Hashable | None]
@@ -88,10 +86,11 @@ class Admission:
         self.preemption = Preemption(most, queue.policy.owes) if most else None
         """What to take back for what. None: the policy takes nothing back."""
         self._match = match
-        self._rule = PromptsFirst() if steps is None else Sharing(steps, queue)
-        self._look_ups = LookUps()
-        self._twins = Twins(waits=queue.policy.waits_for_prefixes)
-        self.listeners = Listeners(self.record, self._look_ups, self._twins, self._rule)
+        self._rule: PromptsFirst = steps or PromptsFirst()
+        if steps is not None:
+            queue.reweighed.append(steps.reweigh)
+        self._prefixes = Prefixes(waits=queue.policy.waits_for_prefixes)
+        self.listeners = Listeners(self.record, self._prefixes, self._rule)
         if self.preemption is not None:
             self.listeners.add(self.preemption)
         self._cached_tokens = 0
@@ -112,34 +111,34 @@ class Admission:
     def tick(self, now_s: float) -> None:
         """It is `now_s`; see `FairQueue.tick`."""
         self.queue.tick(now_s)
-        for listener in self.listeners.of("tick"):
+        for listener in self.listeners["tick"]:
             listener.tick(now_s)
 
     def refuses(self, job: Job) -> str | None:
         """Why a new request may not wait here, for its sender; None: it may, and `arrive` follows at once."""
         reason = self.queue.refuses(job)
         if reason is not None:
-            for listener in self.listeners.of("refused"):
+            for listener in self.listeners["refused"]:
                 listener.refused(job, reason)
         return reason
 
     def arrive(self, job: Job) -> None:
         """A request joined the queue. ValueError if its id is already here."""
         self.queue.arrive(job)
-        for listener in self.listeners.of("arrive"):
+        for listener in self.listeners["arrive"]:
             listener.arrive(job)
 
     def leave(self, job: Job) -> None:
         """A waiting request was aborted."""
         self._stuck.discard(job.client)
         self.queue.leave(job.id)
-        for listener in self.listeners.of("leave"):
+        for listener in self.listeners["leave"]:
             listener.leave(job)
 
     def retract(self, job: Job) -> None:
         """The engine took a running request back: it waits, first in line."""
         self.queue.retract(job)
-        for listener in self.listeners.of("retract"):
+        for listener in self.listeners["retract"]:
             listener.retract(job)
 
     def evict(self, job: Job, urgent: Job) -> None:
@@ -148,7 +147,7 @@ class Admission:
         if self.preemption is None:
             raise ValueError(f"policy {self.queue.policy.name} takes no request back")
         self.queue.evict(job)
-        for listener in self.listeners.of("evict"):
+        for listener in self.listeners["evict"]:
             listener.evict(job, urgent)
 
     def urgent(self) -> Job | None:
@@ -170,8 +169,8 @@ class Admission:
         taking anybody's memory; if not, those that run have to wait."""
         if cached_tokens != self._cached_tokens:
             self._cached_tokens = cached_tokens
-            self._look_ups.changed()
-        for job in self._look_ups.due():
+            self._prefixes.changed()
+        for job in self._prefixes.due():
             self.looked_up(job, *self._match(job))
         self.queue.begin_pass()
         self._corrections_left = CORRECTIONS_PER_PASS
@@ -237,7 +236,7 @@ class Admission:
         self, job: Job, *, extend_tokens: int, cached_tokens: int, path: Sequence[Hashable] = ()
     ) -> None:
         """`job` is in the batch; the arguments are those of `Account.begin`."""
-        for listener in self.listeners.of("admit"):
+        for listener in self.listeners["admit"]:
             listener.admit(job)
         self._stuck.discard(job.client)
         self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
@@ -246,29 +245,29 @@ class Admission:
         """A batch was formed, or could not be. `cause` is why the engine admitted no other request (`waits`); None:
         it was offered none."""
         found = cause or (RUNNING if self._held else STEP if self._deferrals_left else PREFIX)
-        for listener in self.listeners.of("end_pass"):
+        for listener in self.listeners["end_pass"]:
             listener.end_pass(found)
 
     # ---- prompts that are being computed
 
     def extend(self, job: Job, tokens: int, block: Hashable | None) -> None:
         """The batch computes `tokens` more of an admitted prompt, from `block` on."""
-        for listener in self.listeners.of("cached"):
+        for listener in self.listeners["cached"]:
             listener.cached(job)
         if block is not None:
             job.block = block
-            self._twins.admit(job)
+            self._prefixes.computes(job)
         self.queue.account.extend(job, tokens)
 
     def computed(self, jobs: Iterable[Job]) -> None:
         """A batch of prompts is done: what it computed of `jobs`, the running requests in it, is in the cache."""
-        self._look_ups.changed()
+        self._prefixes.changed()
         for job in jobs:
             is_whole = not job.decoding and job.reached_tokens >= job.prompt_tokens
-            for listener in self.listeners.of("cached"):
+            for listener in self.listeners["cached"]:
                 listener.cached(job)
             if is_whole:
-                for listener in self.listeners.of("computed"):
+                for listener in self.listeners["computed"]:
                     listener.computed(job)
 
     def step(
@@ -280,14 +279,14 @@ class Admission:
         requests: int = 0,
     ) -> None:
         """A step is over, `computed` included; the arguments are those of `Steps.step`."""
-        for listener in self.listeners.of("step"):
+        for listener in self.listeners["step"]:
             listener.step(duration_s, extended or {}, decoded=decoded, requests=requests)
 
     def finish(self, job: Job, outcome: Outcome = "finished") -> None:
         """A running request ended, by itself or by abort."""
         self._stuck.discard(job.client)
         self.queue.finish(job.id)
-        for listener in self.listeners.of("finish"):
+        for listener in self.listeners["finish"]:
             listener.finish(job, outcome)
 
     # ---- the books
@@ -311,11 +310,11 @@ class Admission:
         job.prefix_tokens, job.block = prefix_tokens, block
         if changed:
             self.queue.rematch(job)
-        self._look_ups.looked_up(job)
+        self._prefixes.looked_up(job)
 
     def is_being_computed(self, job: Job) -> bool:
         """Whether to wait for another request's prefill that starts with the tokens which `job` needs next."""
-        return self._twins.is_being_computed(job)
+        return self._prefixes.is_being_computed(job)
 
     def _needed_beside(self, job: Job, block: Hashable | None = None) -> int:
         """Tokens of the prompt that is next, if it is another client's than that of `job` and may be computed beside it
@@ -323,7 +322,7 @@ class Admission:
         other = self._next()
         if other is None or other.client == job.client or not self._rule.may_prefill(other):
             return 0
-        if self._twins.will_wait(other, block):
+        if self._prefixes.will_wait(other, block):
             return 0  # it will wait for what this very step computes
         return other.prompt_tokens + other.output_tokens - other.prefix_tokens
 
@@ -335,7 +334,7 @@ class Admission:
             return True
         if not self._held:
             self._held = True
-            self._rule.held()
+            self._rule.put_off()
         return False
 
     def _next(self) -> Job | None:
@@ -355,7 +354,7 @@ class Admission:
     def _holds_back(self, job: Job) -> bool:
         if job.system or job.repeating or not self._rule.holds_back(job) or not self._can_decode():
             return False
-        self._rule.held_back()
+        self._rule.set_aside()
         return True
 
     def _crowds_out(self, job: Job) -> bool:
@@ -365,7 +364,7 @@ class Admission:
             return False  # it is due
         if not self._rule.crowds_out(job, len(self.queue), self._could_run):
             return False
-        self._rule.held_back()
+        self._rule.set_aside()
         return True
 
     def _could_run(self, client: str) -> bool:
@@ -374,7 +373,7 @@ class Admission:
 
     def _defer(self, job: Job) -> None:
         """Pass `job` over because its prefix is being computed."""
-        self._twins.defer(job)
+        self._prefixes.defer(job)
         self._deferrals_left -= 1
         self.record.waits.hold(job, PREFIX)
         self.queue.hold(job)

@@ -41,9 +41,9 @@ class ClientQueue:
         All jobs after the oldest either wait or have overtaken it, so a subtraction counts them. A younger job has not
         been overtaken by more, so only the oldest has to be checked.
         """
-        oldest = next(iter(self.numbers), None)
-        if oldest is None:
+        if self.arrivals - len(self.numbers) < patience or not self.numbers:
             return None
+        oldest = next(iter(self.numbers))
         later = self.arrivals - self.numbers[oldest]
         overtaken = later - (len(self.numbers) - 1)
         return oldest if overtaken >= patience and oldest not in self.held else None

@@ -141,7 +141,7 @@ class Dlpm(ByClient):
             self._forget()
         return self._queues.head(client)
 
-    def admitted(self, job: Job, input_units: float, output_units: float) -> None:
+    def admitted(self, job: Job) -> None:
         account = self._account(job.client)
         self._new.admit(account, refilled=self._is_refilled(account))
         if job is self._borrower and self.borrow:

@@ -40,11 +40,17 @@ class Extremes:
     """Output owed at once to one client's running requests: M of the theorems."""
 
     def include(self, other: "Extremes") -> None:
-        self.input_tokens = max(self.input_tokens, other.input_tokens)
-        self.prompt_tokens = max(self.prompt_tokens, other.prompt_tokens)
-        self.input_units = max(self.input_units, other.input_units)
-        self.output_tokens = max(self.output_tokens, other.output_tokens)
-        self.owed_tokens = max(self.owed_tokens, other.owed_tokens)
+        # `max` in each line would take three times as long, in each admission
+        if other.input_tokens > self.input_tokens:
+            self.input_tokens = other.input_tokens
+        if other.prompt_tokens > self.prompt_tokens:
+            self.prompt_tokens = other.prompt_tokens
+        if other.input_units > self.input_units:
+            self.input_units = other.input_units
+        if other.output_tokens > self.output_tokens:
+            self.output_tokens = other.output_tokens
+        if other.owed_tokens > self.owed_tokens:
+            self.owed_tokens = other.owed_tokens
 
 
 class Largest:

@@ -52,20 +52,16 @@ class Listener:
 EVENTS = tuple(name for name in vars(Listener) if not name.startswith("_"))
 
 
-class Listeners:
-    """Those of one replica, by the events that they have."""
+class Listeners(dict[str, list[Listener]]):
+    """Those of one replica, by the events that they have, in turn."""
 
     def __init__(self, *listeners: Listener) -> None:
-        self._of: dict[str, list[Listener]] = {event: [] for event in EVENTS}
+        super().__init__((event, []) for event in EVENTS)
         for listener in listeners:
             self.add(listener)
 
     def add(self, listener: Listener) -> None:
         """It comes after those that are there."""
-        for event, found in self._of.items():
+        for event, found in self.items():
             if getattr(type(listener), event) is not getattr(Listener, event):
                 found.append(listener)
-
-    def of(self, event: str) -> list[Listener]:
-        """Those that have `event`, in turn."""
-        return self._of[event]

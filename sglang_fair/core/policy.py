@@ -135,8 +135,8 @@ class Policy(ABC):
     def ended(self, job: Job) -> None:
         """`job`, which had been admitted, has ended, by itself or by abort; all its charges were told."""
 
-    def admitted(self, job: Job, input_units: float, output_units: float) -> None:
-        """`job` was admitted and its first chunk was charged. The units are those that `bound` takes."""
+    def admitted(self, job: Job) -> None:
+        """`job` was admitted and its first chunk was charged."""
 
     def borrows(self, client: str) -> bool:
         """Whether a request of `client` that is admitted now is admitted although its counter is not positive."""

@@ -93,7 +93,7 @@ class Rpm(ByClient):
             self._seat(client)  # it has reached its limit, or the limit was lowered
         return None
 
-    def admitted(self, job: Job, input_units: float, output_units: float) -> None:
+    def admitted(self, job: Job) -> None:
         if self.excess == "delay":
             self._window.count(job.client)
 

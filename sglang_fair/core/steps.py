@@ -27,9 +27,12 @@ from math import exp, inf
 from typing import Any
 
 from sglang_fair.common.weights import Weights
+from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
+from sglang_fair.core.listener import Listener
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.step_times import Chunks, TokenTimes
+from sglang_fair.core.waits import BATCH, MEMORY
 
 DEFAULT_STALL_MS = 100.0
 
@@ -117,8 +120,39 @@ class Present:
         return self.run_s * faded + self.running * USUAL_S * (1 - faded)
 
 
-class Steps:
-    """The rule and what it needs to know. All times are seconds of the caller's clock.
+class PromptsFirst(Listener):
+    """The rule without shares: prompts go first, whatever runs."""
+
+    def chunk_tokens(self) -> int | None:
+        """Most prompt tokens of a step that is formed now; None: as many as the engine will."""
+        return None
+
+    def may_prefill(self, job: Job) -> bool:
+        """Whether a prefill step may be formed for, or joined by, the prompt of `job`."""
+        return True
+
+    def holds_back(self, job: Job) -> bool:
+        """Whether the prompt of `job`, none of the server's own, may not be admitted now, for the target."""
+        return False
+
+    def crowds_out(self, job: Job, waiting: int, could_run: Callable[[str], bool]) -> bool:
+        """Whether the prompt of `job`, none of the server's own, may not be admitted now, because the places that are
+        left are others'. `waiting`: requests that wait, of all clients; `could_run`: a client waits for room alone."""
+        return False
+
+    def forced(self) -> None:
+        """The next step is for prompts although somebody is behind, for no decode step could be made."""
+
+    def put_off(self) -> None:
+        """Prompts were put off for a pass."""
+
+    def set_aside(self) -> None:
+        """A client's prompts were put off for a pass, for the target or for places."""
+
+
+class Steps(PromptsFirst):
+    """The rule and what it needs to know. All times are seconds of the caller's clock. The server's own requests have
+    no part in it.
 
     `weights` are the clients' shares, None: equal ones. `stall_s` is the longest prefill step while others are here.
     `target_s` is the time of a token from which on those above their share are held back; 0: none is, None: it follows
@@ -180,11 +214,12 @@ class Steps:
     # ---- which clients are here
 
     def tick(self, now_s: float) -> None:
-        """It is `now_s`."""
         self._now_s = now_s
 
-    def arrive(self, client: str) -> None:
-        """A request of `client` came."""
+    def arrive(self, job: Job) -> None:
+        if job.system:
+            return
+        client = job.client
         present = self._present.get(client)
         if present is None:
             self._forget_old()
@@ -193,8 +228,10 @@ class Steps:
             self._weight += present.weight
         present.requests += 1
 
-    def leave(self, client: str) -> None:
-        """A request of `client` is gone; if it decoded, `stop` was called."""
+    def leave(self, job: Job) -> None:
+        if job.system:
+            return
+        client = job.client
         present = self._present[client]
         present.requests -= 1
         if not present.requests:
@@ -206,19 +243,43 @@ class Steps:
             self._left[client] = self._now_s, present.lag_s
             self._left.move_to_end(client)
 
-    def admit(self, client: str) -> None:
-        """One of its requests was admitted."""
-        present = self._present[client]
+    def admit(self, job: Job) -> None:
+        if job.system:
+            return
+        present = self._present[job.client]
         present.run(1, self._now_s)
         self._running += 1
         self._places = max(self._places, self._running)
         if present.running == 1:
-            self._runners[client] = present
+            self._runners[job.client] = present
             self._running_weight += present.weight
 
-    def release(self, client: str) -> None:
-        """One of its requests that were admitted runs no more: it ended, or it waits again."""
+    def computed(self, job: Job) -> None:
+        if job.system:
+            return
+        present = self._present[job.client]
+        job.decoding = True
+        self._decoding_requests += 1
+        present.decoding += 1
+        if present.decoding == 1:
+            present.joined = self._steps
+            self._decoding[job.client] = present
+            self._sort(job.client, present)
+
+    def retract(self, job: Job) -> None:
+        if job.system:
+            return
+        client = job.client
         present = self._present[client]
+        if job.decoding:
+            job.decoding = False
+            self._decoding_requests -= 1
+            present.decoding -= 1
+            if not present.decoding:
+                present.lag_s = min(present.lag_s, self.patience_s)
+                del self._decoding[client]
+                self._lagging.pop(client, None)
+                self._behind.discard(client)
         present.run(-1, self._now_s)
         self._running -= 1
         if not present.running:
@@ -228,26 +289,16 @@ class Steps:
             else:  # see `leave`
                 self._sum_running_weights()
 
-    def decode(self, client: str) -> None:
-        """The prompt of one of its requests is computed: decode steps serve it from the next step on."""
-        present = self._present[client]
-        self._decoding_requests += 1
-        present.decoding += 1
-        if present.decoding == 1:
-            present.joined = self._steps
-            self._decoding[client] = present
-            self._sort(client, present)
+    def evict(self, job: Job, urgent: Job) -> None:
+        self.retract(job)
 
-    def stop(self, client: str) -> None:
-        """One of its requests that decoded does so no more."""
-        present = self._present[client]
-        self._decoding_requests -= 1
-        present.decoding -= 1
-        if not present.decoding:
-            present.lag_s = min(present.lag_s, self.patience_s)
-            del self._decoding[client]
-            self._lagging.pop(client, None)
-            self._behind.discard(client)
+    def finish(self, job: Job, outcome: str) -> None:
+        self.retract(job)
+        self.leave(job)
+
+    def end_pass(self, cause: str) -> None:
+        if cause in (BATCH, MEMORY):  # there is no room for one more
+            self._places = self._running
 
     def reweigh(self, client: str) -> None:
         """The weight of `client` has changed. O(clients), and O(1) if it is not here."""
@@ -259,43 +310,39 @@ class Steps:
 
     # ---- the decisions
 
-    def may_prefill(self, client: str) -> bool:
-        """Whether a prefill step may be formed for, or joined by, a prompt of `client` or `SYSTEM`."""
+    def may_prefill(self, job: Job) -> bool:
         behind = self._behind
-        return not behind or client == SYSTEM or (len(behind) == 1 and client in behind)
+        return not behind or job.system or (len(behind) == 1 and job.client in behind)
 
     def forced(self) -> None:
-        """The next step is for prompts although somebody is behind, for no decode step could be made: prompts are not
-        what keeps those that run waiting."""
         self._counts_from = self._steps + self._unseen + 1
 
-    def holds_back(self, client: str) -> bool:
-        """Whether a prompt of `client` may not be admitted now, for the target; not to be asked for the server's own.
-        O(1), and O(clients that run) if the target follows from the shares and tokens take long."""
-        if self.target_s == 0 or not self._is_above(client):
+    def put_off(self) -> None:
+        self.held += 1
+
+    def set_aside(self) -> None:
+        self.held_back += 1
+
+    def holds_back(self, job: Job) -> bool:
+        """O(1), and O(clients that run) if the target follows from the shares and tokens take long."""
+        if self.target_s == 0 or not self._is_above(job.client):
             return False
         expected_s = self.expected_s(self._running + 1)
         if self.target_s is not None:
             return expected_s > self.target_s
         return expected_s > PACE * self._tokens.solo_s and expected_s > self._longest_s()
 
-    def full(self) -> None:
-        """The engine has no room for one more than run: of requests, or of memory."""
-        self._places = self._running
-
-    def crowds_out(self, client: str, waiting: int, has_turn: Callable[[str], bool]) -> bool:
-        """Whether a prompt of `client` may not be admitted now, for the places that are left are others'; not to be
-        asked for the server's own. `waiting`: requests that wait, of all clients; `has_turn`: it waits for room alone.
-        O(1) while all have room, else O(clients that are here)."""
-        present, room = self._present[client], self._places - self._running
+    def crowds_out(self, job: Job, waiting: int, could_run: Callable[[str], bool]) -> bool:
+        """O(1) while all have room, else O(clients that are here)."""
+        present, room = self._present[job.client], self._places - self._running
         if not present.running or room > waiting:
             return False
         kept = 0
         for name, other in self._present.items():
-            if name == client or other.requests == other.running:
+            if name == job.client or other.requests == other.running:
                 continue
             most = present.running * other.weight / present.weight * (1 + ROUNDING)
-            if not has_turn(name):
+            if not could_run(name):
                 most = min(most, other.usually(self._now_s))
             kept += max(0, int(min(most, other.requests)) - other.running)
             if kept and kept >= room:
@@ -307,7 +354,6 @@ class Steps:
         return self._tokens.expected_s(requests)
 
     def chunk_tokens(self) -> int:
-        """Most prompt tokens of a prefill step that is formed now."""
         if len(self._present) < 2:
             self._forget_old()
             if not self._left:
@@ -327,9 +373,9 @@ class Steps:
         """A step is over, or as many decode steps as `decoded`, for `requests` each (0: not to be measured); they took
         `duration_s` together.
 
-        `extended` has the prompt tokens that it computed, by client; the server's own are `SYSTEM`'s. Call `decode` for
-        the prompts that it completed before this, so that they do not count as having been held up. O(clients with a
-        lag) for a decode step, O(clients that decode) for another.
+        `extended` has the prompt tokens that it computed, by client; the server's own are `SYSTEM`'s. `computed` comes
+        before this for the prompts that it completed, so that they do not count as having been held up. O(clients with
+        a lag) for a decode step, O(clients that decode) for another.
         """
         duration_s = min(max(duration_s, 0.0), LONGEST_STEP_S * max(decoded, 1))
         if extended:

@@ -131,7 +131,7 @@ def test_a_prompt_that_was_cut_waits_for_the_target_unless_a_long_one_waits_for_
     for step_s, is_held in ((0.01, False), (0.05, True)):
         for _ in range(30):
             admission.step(step_s, decoded=1)
-        assert admission.steps.holds_back("a") == is_held
+        assert admission.steps.holds_back(Job("", "a")) == is_held
     for number in range(4):
         admission.begin_pass(number)
         assert admission.goes_on(long) == goes_on
@@ -279,7 +279,7 @@ def test_two_that_compute_the_same_do_not_block_it_for_ever():
     assert engine.admission.is_being_computed(jobs[2])
     engine.admission.computed([jobs[0]])
     assert not engine.admission.is_being_computed(jobs[2])
-    assert engine.admission._twins._computing == {}
+    assert engine.admission._prefixes._computing == {}
 
 
 def test_a_candidate_whose_prefix_has_begun_to_be_computed_is_passed_over():

@@ -76,7 +76,7 @@ class LiteralDlpm(Literal):
                 self.for_new -= self.quantum
         super().arrive(job)
 
-    def admitted(self, job: Job, input_units: float, output_units: float) -> None:
+    def admitted(self, job: Job) -> None:
         if job.client in self.refilled - self.known:
             self.known.add(job.client)
             self.welcome.pop(job.client, None)
@@ -504,7 +504,7 @@ class Flood:
         assert job is not None
         self.policy.leave(job)
         self.charge(job, self.prompt)
-        self.policy.admitted(job, self.prompt, 2 * self.output)
+        self.policy.admitted(job)
         self.running[job] = self.output
         if job.client == "known":
             self.arrive("known")
@@ -606,7 +606,7 @@ def test_a_name_is_known_by_a_request_that_is_admitted_after_a_round_and_by_noth
         policy.arrive(job := Job("", "name"))
         policy.leave(job)
         if admits:
-            policy.admitted(job, 0, 0)
+            policy.admitted(job)
         before = policy._new.left
         policy.charge("name", units)
         return policy._new.left - before
@@ -629,7 +629,7 @@ def test_what_is_charged_ahead_and_given_back_changes_no_allowance():
         assert policy.pick() is job
         policy.leave(job)
         policy.charge("known", 10 if number == 0 else 0)
-        policy.admitted(job, 0, 0)
+        policy.admitted(job)
     assert policy._new.left == full - 10
     policy.charge("known", 1000)
     assert policy._new.left == full

@@ -135,7 +135,7 @@ class Script:
         self._drop(job)
         self.policy.charge(job.client, units)
         job.cached_tokens = job.prefix_tokens
-        self.policy.admitted(job, 25, 9)
+        self.policy.admitted(job)
         self.running.append(job)
 
     def abort(self, job: Job) -> None:

@@ -299,7 +299,7 @@ def test_nothing_is_lost_whatever_happens(name, case, seed):
     assert queue.account.ledger.conservation().ok
     for client in case.clients:
         assert queue.account.ledger.usage(client).service == pytest.approx(replica.service[client])
-    assert (queue._clients, replica.admission._twins._computing, list(queue._first)) == ({}, {}, [])
+    assert (queue._clients, replica.admission._prefixes._computing, list(queue._first)) == ({}, {}, [])
     assert (queue.account.running, queue.account._owed_tokens) == ({}, {})
 
 

@@ -13,8 +13,9 @@ from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.step_times import FIRST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS, Step, StepTimes
-from sglang_fair.core.steps import ALONE, LEAST_SHARE, LONGEST_STEP_S, RECENT_S, Steps, make_steps
+from sglang_fair.core.steps import ALONE, LEAST_SHARE, LONGEST_STEP_S, RECENT_S, make_steps
 from tests.support.budget import examples
+from tests.support.steps import Clients
 
 STALL_S = 0.1
 DECODE_S = 0.01
@@ -47,7 +48,7 @@ class Engine:
     """An engine that obeys `steps` and meters time itself. Which prompt is next is chosen at random among those that go
     first, for no policy's order is promised."""
 
-    steps: Steps
+    steps: Clients
     senders: list[Sender]
     seed: int
     unseen: int = 0
@@ -96,10 +97,10 @@ class Engine:
 
     def _may_prefill(self, client: str) -> bool:
         """As `Admission` asks: whoever is behind may have ended, unseen, and then there is nothing else to do."""
-        if self.unseen and not self.running and not self.steps.may_prefill(client):
+        if self.unseen and not self.running and not self.steps.may(client):
             self.steps.forced()
             return True
-        return self.steps.may_prefill(client)
+        return self.steps.may(client)
 
     def _send(self, sender: Sender) -> None:
         mine = sum(client == sender.name for client, _, _ in self.waiting)
@@ -113,11 +114,10 @@ class Engine:
             self.waiting.append(
                 (name, self._random.uniform(*sender.prompt_s), self._random.randint(*sender.output_steps))
             )
-            self.steps.arrive(name)
+            self.steps.come(name)
         if sender.name in self.running and self._random.random() < sender.aborts:
             self.running[sender.name].pop()
-            self.steps.stop(sender.name)
-            self.steps.leave(sender.name)
+            self.steps.end(sender.name)
             if not self.running[sender.name]:
                 del self.running[sender.name], self.behind_s[sender.name]
 
@@ -136,7 +136,7 @@ class Engine:
                 self.steps.decode(client)
             self.steps.step(length_s, {client: 7})
             if not output_steps:
-                self.steps.leave(client)
+                self.steps.go(client)
 
         self._report(report)
 
@@ -156,8 +156,7 @@ class Engine:
         def report() -> None:
             self.steps.step(DECODE_S, decoded=1)
             for client in ended:
-                self.steps.stop(client)
-                self.steps.leave(client)
+                self.steps.end(client)
 
         self._report(report)
 
@@ -207,7 +206,7 @@ def senders(draw: st.DrawFn) -> list[Sender]:
 
 def engine(senders: list[Sender], seed: int = 0) -> Engine:
     weights = Weights({sender.name: sender.weight for sender in senders})
-    return Engine(Steps(STALL_S, weights), senders, seed)
+    return Engine(Clients(STALL_S, weights), senders, seed)
 
 
 VICTIM = Sender("victim", prompt_s=(0.01, 0.01), output_steps=(10**6, 10**6), goes_first=True, closed=True)
@@ -248,7 +247,7 @@ def test_new_names_do_not_dilute_the_share_of_those_who_run() -> None:
     made = engine([VICTIM]).run(2)
     for number in range(10_000):
         made.waiting.append((f"x{number}", 0.014, 0))
-        made.steps.arrive(f"x{number}")
+        made.steps.come(f"x{number}")
     made.senders.clear()
     made.run(1000)
     assert made.prefill_steps > 500
@@ -258,39 +257,36 @@ def test_new_names_do_not_dilute_the_share_of_those_who_run() -> None:
 
 def test_a_heavy_client_that_was_here_leaves_the_others_their_shares() -> None:
     """Its weight is larger than a sum that has theirs as well can show."""
-    steps = Steps(STALL_S, Weights({"gold": 1e17}))
-    for client in ("runs", "sends", "gold"):
-        steps.arrive(client)
-    steps.leave("gold")
+    steps = Clients(STALL_S, Weights({"gold": 1e17}))
+    steps.come(*("runs", "sends", "gold"))
+    steps.go("gold")
     steps.decode("runs")
     steps.step(0.0)
-    while steps.may_prefill("sends"):
+    while steps.may("sends"):
         steps.step(STALL_S, {"sends": 1000})
     behind_s = steps.lag_s("runs")
     steps.step(2 * behind_s, decoded=1)
     assert steps.lag_s("runs") == pytest.approx(0, abs=SLACK_S), "half of the time is due to it"
-    assert steps.may_prefill("sends")
+    assert steps.may("sends")
 
 
 def test_a_client_s_own_prompts_are_not_held_for_itself() -> None:
     """But for another one that is behind they are."""
     steps = beside()
     steps.step(0.05, {"b": 100})
-    assert steps.may_prefill("a")
-    assert not steps.may_prefill("b")
-    for client in "cc":
-        steps.arrive(client)
+    assert steps.may("a")
+    assert not steps.may("b")
+    steps.come(*"cc")
     steps.decode("c")
     steps.step(DECODE_S, {"b": 100})
     steps.step(STALL_S, {"b": 100})
-    assert not any(steps.may_prefill(client) for client in "abc")
+    assert not any(steps.may(client) for client in "abc")
 
 
-def beside() -> Steps:
+def beside() -> Clients:
     """`a` runs, and `b` is here."""
-    steps = Steps(STALL_S)
-    for client in "ab":
-        steps.arrive(client)
+    steps = Clients(STALL_S)
+    steps.come(*"ab")
     steps.decode("a")
     steps.step(DECODE_S, {"a": 1})
     return steps
@@ -299,27 +295,26 @@ def beside() -> Steps:
 def test_nothing_is_saved_up() -> None:
     """Who ran alone for long is not behind later, and owes nothing."""
     steps = beside()
-    steps.leave("b")
+    steps.go("b")
     steps.step(100.0, decoded=1000)
-    steps.arrive("b")
+    steps.come("b")
     steps.step(0.05, {"b": 100})
     assert steps.lag_s("a") == pytest.approx(0.025)
-    assert not steps.may_prefill("b")
+    assert not steps.may("b")
 
 
 def test_who_sends_one_request_after_the_other_keeps_its_lag() -> None:
     """But for a short time only, and not more than the patience."""
     steps = beside()
     steps.step(0.05, {"b": 100})
-    steps.stop("a")
-    steps.leave("a")
+    steps.end("a")
     assert steps.lag_s("a") == steps.patience_s
     steps.tick(RECENT_S / 2)
-    steps.arrive("a")
+    steps.come("a")
     assert steps.lag_s("a") == steps.patience_s
-    steps.leave("a")
+    steps.go("a")
     steps.tick(2 * RECENT_S)
-    steps.arrive("a")
+    steps.come("a")
     assert steps.lag_s("a") == 0
 
 
@@ -337,29 +332,28 @@ def test_an_overlapped_engine_decides_a_step_earlier(senders: list[Sender], seed
     """The rule hears of a step when the next one has begun; the bound has one step more."""
     weights = Weights({sender.name: sender.weight for sender in senders})
     quiet = [sender for sender in senders if not sender.aborts]
-    made = Engine(Steps(STALL_S, weights, unseen=1), quiet, seed, unseen=1).run(250)
+    made = Engine(Clients(STALL_S, weights, unseen=1), quiet, seed, unseen=1).run(250)
     assert made.steps.largest_lag_s <= made.steps.bound_s + SLACK_S
 
 
 def test_a_client_that_was_behind_and_runs_again_falls_back_from_the_patience_on() -> None:
     """Regression: each of its short requests was seen to run one step late, and the lag of all these steps added up."""
-    steps = Steps(STALL_S, unseen=1)
-    for client in "aab":
-        steps.arrive(client)
+    steps = Clients(STALL_S, unseen=1)
+    steps.come(*"aab")
     for _ in range(9):
         steps.decode("a")
         steps.step(DECODE_S, {"a": 1})
         steps.step(STALL_S, {"b": 100})  # begun before that was seen
-        assert not steps.may_prefill("b")
-        steps.stop("a")
+        assert not steps.may("b")
+        steps.again("a")
     assert STALL_S / 2 < steps.largest_lag_s <= steps.bound_s
 
 
 def test_the_server_s_own_prompts_are_never_held() -> None:
     steps = beside()
     steps.step(0.09, {"b": 100})
-    assert not steps.may_prefill("b")
-    assert steps.may_prefill(SYSTEM)
+    assert not steps.may("b")
+    assert steps.may(SYSTEM)
     before_s = steps.lag_s("a")
     steps.step(0.09, {SYSTEM: 100})
     assert steps.lag_s("a") == before_s
@@ -404,10 +398,9 @@ class Gpu:
         return self.base_s + self.token_s * tokens
 
 
-def shared() -> Steps:
-    steps = Steps(STALL_S)
-    for client in "ab":
-        steps.arrive(client)
+def shared() -> Clients:
+    steps = Clients(STALL_S)
+    steps.come(*"ab")
     return steps
 
 
@@ -432,13 +425,13 @@ def test_chunks_come_to_take_the_stall_time(base_s: float, token_s: float, trick
 
 
 def test_chunks_are_bounded_while_another_client_is_here_or_was_lately() -> None:
-    steps = Steps(STALL_S)
+    steps = Clients(STALL_S)
     assert steps.chunk_tokens() == ALONE * FIRST_CHUNK_TOKENS
-    steps.arrive("a")
+    steps.come("a")
     assert steps.chunk_tokens() == ALONE * FIRST_CHUNK_TOKENS
-    steps.arrive("b")
+    steps.come("b")
     assert steps.chunk_tokens() == FIRST_CHUNK_TOKENS
-    steps.leave("b")
+    steps.go("b")
     steps.tick(RECENT_S / 2)
     assert steps.chunk_tokens() == FIRST_CHUNK_TOKENS
     steps.tick(RECENT_S * 1.1)

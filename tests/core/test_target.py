@@ -19,6 +19,7 @@ from sglang_fair.core.step_times import USUAL_OF
 from sglang_fair.core.steps import PACE, Steps, make_steps
 from sglang_fair.core.waits import BATCH
 from tests.support.budget import examples
+from tests.support.steps import Clients
 
 SHARING = [name for name in POLICIES if make_policy(name).shares_steps]
 PLAIN = [name for name in SHARING if not POLICIES[name].scales]
@@ -392,7 +393,7 @@ def test_without_a_number_a_token_takes_little_longer_than_on_an_engine_of_its_c
 
 def test_the_usual_length_of_a_step_counts_and_a_rare_one_does_not() -> None:
     """The first step of a kind may compile something, and the last one in an overlapped loop is only waited for."""
-    steps = Steps(STALL_S)
+    steps = Clients(STALL_S)
     for length_s in (1.0, 0.01, 0.011, 0.01, 0.0001, 0.01, 0.0, 0.01):
         steps.step(length_s, decoded=1, requests=1)
     steps.step(0.000_1, decoded=1, requests=0)
@@ -427,44 +428,40 @@ def test_a_target_that_no_step_can_meet_starves_nobody() -> None:
 
 
 def test_weights_are_shares_of_those_that_run() -> None:
-    steps = Steps(STALL_S, weights := Weights({"a": 3.0}), target_s=TARGET_S)
-    for client in "aaab":
-        steps.arrive(client)
-        steps.admit(client)
-        steps.decode(client)
+    steps = Clients(STALL_S, weights := Weights({"a": 3.0}), target_s=TARGET_S)
+    clients = "aaab"
+    steps.come(*clients)
+    steps.decode(*clients)
     steps.step(2 * TARGET_S, decoded=1)
-    assert not steps.holds_back("a")
-    assert not steps.holds_back("b")
+    assert not steps.holds("a")
+    assert not steps.holds("b")
     weights.set("a", 1.0)
     steps.reweigh("a")
-    assert steps.holds_back("a")
-    assert not steps.holds_back("b")
-    steps.arrive("c")
-    assert not steps.holds_back("c"), "it runs nothing"
+    assert steps.holds("a")
+    assert not steps.holds("b")
+    steps.come("c")
+    assert not steps.holds("c"), "it runs nothing"
     for _ in range(2):
-        steps.stop("a")
-        steps.release("a")
-    assert not steps.holds_back("a")
+        steps.again("a")
+    assert not steps.holds("a")
 
 
 def test_weights_of_any_size_end_nothing() -> None:
     """Nothing is left of a small weight in a sum that a huge one was taken from."""
-    steps = Steps(STALL_S, Weights({"huge": 1e17}), target_s=TARGET_S)
-    for client in ("huge", "small", "small"):
-        steps.arrive(client)
-        steps.admit(client)
-    steps.release("huge")
-    steps.leave("huge")
-    assert not steps.holds_back("small"), "it runs alone"
+    steps = Clients(STALL_S, Weights({"huge": 1e17}), target_s=TARGET_S)
+    clients = ("huge", "small", "small")
+    steps.come(*clients)
+    steps.begin(*clients)
+    steps.end("huge")
+    assert not steps.holds("small"), "it runs alone"
 
 
 def test_a_token_takes_a_step_and_the_prompts_of_those_above_their_share_before_it() -> None:
-    def new() -> Steps:
-        steps = Steps(STALL_S, target_s=TARGET_S)
-        for client in ("many", "many", "one"):
-            steps.arrive(client)
-            steps.admit(client)
-            steps.decode(client)
+    def new() -> Clients:
+        steps = Clients(STALL_S, target_s=TARGET_S)
+        clients = ("many", "many", "one")
+        steps.come(*clients)
+        steps.decode(*clients)
         steps.step(0.010, decoded=1)
         assert steps.expected_s(1) == pytest.approx(0.010)
         return steps
@@ -487,14 +484,13 @@ def test_a_token_takes_a_step_and_the_prompts_of_those_above_their_share_before_
     ("step_s", "is_held"), [(0.0284, False), (0.0287, True), (0.030, True), (0.031, True)]
 )
 def test_what_counts_is_the_token_beside_one_request_more(step_s: float, is_held: bool) -> None:
-    steps = Steps(STALL_S, target_s=TARGET_S)
-    for client in 19 * ["many"] + ["one"]:
-        steps.arrive(client)
-        steps.admit(client)
-        steps.decode(client)
+    steps = Clients(STALL_S, target_s=TARGET_S)
+    clients = 19 * ["many"] + ["one"]
+    steps.come(*clients)
+    steps.decode(*clients)
     steps.step(step_s, decoded=1)
-    assert steps.holds_back("many") == is_held
-    assert not steps.holds_back("one")
+    assert steps.holds("many") == is_held
+    assert not steps.holds("one")
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def test_a_new_name_with_a_weight_makes_nobody_count_all_others(monkeypatch):
     for number in range(1000):
         weights.tell(f"{number}", 2.0 + number, 1)
         steps.reweigh(f"{number}")
-        steps.arrive(f"{number}")
+        steps.arrive(Job("", f"{number}"))
     assert not sums
     weights.tell("7", 1.0, 2)
     steps.reweigh("7")

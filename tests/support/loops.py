@@ -188,7 +188,7 @@ class Case:
             "rows": scheduler.req_to_token_pool.available_size(),
             "steps": dict(self.steps),
             "computing": {
-                block: one.job.id for block, one in scheduler.fair._admission._twins._computing.items()
+                block: one.job.id for block, one in scheduler.fair._admission._prefixes._computing.items()
             },
             "first": [scheduler.fair.explain(one.rid, None) for one in scheduler.waiting_queue[:2]],
             "sizes": [
@@ -324,7 +324,7 @@ class Case:
         for kept in (
             fair._requests._requests, fair._requests._numbered, fair._requests._given_tokens, fair._taken_back,
             queue._jobs, queue._clients,
-            queue.account.running, admission._twins._computing,
+            queue.account.running, admission._prefixes._computing,
             *(() if (steps := admission.steps) is None else (steps._present, steps._decoding, steps._runners)),
             *(() if admission.preemption is None else (admission.preemption._times,)),
         ):  # fmt: skip

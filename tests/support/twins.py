@@ -33,7 +33,7 @@ class Literal:
     def charge(self, client: str, units: int) -> None:
         raise NotImplementedError
 
-    def admitted(self, job: Job, input_units: float, output_units: float) -> None:
+    def admitted(self, job: Job) -> None:
         """`job` was admitted and charged."""
 
     def idle(self, client: str) -> None:
@@ -106,7 +106,7 @@ class Twins:
         self._both("leave", expected)
         self.running.append(expected.client)
         self._both("charge", expected.client, self.random.randint(1, 30))
-        self._both("admitted", expected, 30, 8)
+        self._both("admitted", expected)
 
     def _gone(self, client: str) -> None:
         if client not in self.running and all(job.client != client for job in self.slow.waiting):
