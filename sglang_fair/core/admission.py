@@ -61,15 +61,16 @@ DELAYED_POLL_S = 0.010
 """How often an idle engine asks again while requests wait that the policy does not let go yet."""
 
 
-def samples(prefix_tokens: int, prompt_tokens: int) -> tuple[int, int, int] | None:
-    """Where the parts of a prompt begin that identify its block, each of `BLOCK_TOKENS`: the first uncached tokens, and
-    two samples of the prefix.
+def block_of(tokens: memoryview, prefix_tokens: int, *root: Hashable) -> Hashable | None:
+    """Names what would be computed of the prompt `tokens`, of one `root` in the cache, behind its cached prefix: by the
+    first tokens that are not cached, and by two samples of the prefix.
 
-    None if fewer than `BLOCK_TOKENS` are uncached: so few are not worth waiting for.
+    None if fewer than `BLOCK_TOKENS` are not: so few are not worth waiting for.
     """
-    if prompt_tokens < prefix_tokens + BLOCK_TOKENS:
+    if len(tokens) < prefix_tokens + BLOCK_TOKENS:
         return None
-    return prefix_tokens, 0, prefix_tokens // 2
+    starts = (prefix_tokens, 0, prefix_tokens // 2)
+    return prefix_tokens, *root, *(tokens[start : start + BLOCK_TOKENS].tobytes() for start in starts)
 
 
 class Admission:

@@ -5,9 +5,10 @@ supervisor holds none of the memory that a conversion takes.
 """
 
 import json
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +19,43 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.models.catalog import find, names, resolve
 from sglang_fair.models.folder import Progress as Say
-from sglang_fair.models.hub import TOKENIZER_FILES, copy_tokenizer, fetch
 from sglang_fair.settings.commands import Argument, Mistake, Option, run
+
+TOKENIZER_FILES = (
+    "config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json"
+)  # fmt: skip
+"""Patterns of the files that a gateway reads."""
+
+
+def fetch(model_id: str, patterns: Sequence[str], say: Say) -> Path:
+    """The folder with these files of a model on the hub. Raises RuntimeError, in one line."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    say(f"fetching the tokenizer of {model_id}")
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=list(patterns)))
+    except RepositoryNotFoundError as error:
+        raise RuntimeError(f"there is no model {model_id} on the hub, or it is private (HF_TOKEN)") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise RuntimeError(
+            f"cannot fetch {model_id} from the hub, and it is not in the local cache"
+        ) from error
+
+
+def copy_tokenizer(name: str, to: Path, say: Say) -> list[Path]:
+    """The files that a gateway needs of the model called `name`, in the folder `to`, which is made.
+
+    Raises ValueError, in one line, for a model without a tokenizer.json; else as `find` and `fetch`.
+    """
+    source = Path(find(name, say).path)
+    if not source.is_dir():
+        source = fetch(str(source), TOKENIZER_FILES, say)
+    if not (source / "tokenizer.json").is_file():
+        raise ValueError(f"model {name} has no tokenizer.json, which a gateway needs")
+    to.mkdir(parents=True, exist_ok=True)
+    found = sorted({file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()})
+    return [Path(shutil.copyfile(file, to / file.name)) for file in found]
 
 
 @contextmanager

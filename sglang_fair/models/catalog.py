@@ -5,15 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_fair.models import smollm2
-from sglang_fair.models.folder import (
-    BYTE_VOCABULARY,
-    SPECIAL_TOKENS,
-    Progress,
-    llama_config,
-    prepared,
-    write_byte_tokenizer,
-)
-from sglang_fair.sim.shapes import SHAPES, ModelShape
+from sglang_fair.models.folder import BYTE_VOCABULARY, Llama, Progress, prepared
+from sglang_fair.sim.shapes import SHAPES
 
 EMULATED = "emulated:"
 """Before the name of a model in `sim.shapes`: what an emulated GPU serves in its place."""
@@ -31,53 +24,11 @@ class ServedModel:
     context_tokens: int | None = None
 
 
-@dataclass(frozen=True)
-class RandomLlama:
-    """A Llama with random weights and a tokenizer of bytes."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    context_tokens: int = 32_768
-
-    @property
-    def vocabulary(self) -> int:
-        return BYTE_VOCABULARY + len(SPECIAL_TOKENS)
-
-    @property
-    def parameters(self) -> int:
-        head = self.hidden // self.heads
-        attention = self.hidden * head * (2 * self.heads + 2 * self.kv_heads)
-        embeddings = self.vocabulary * self.hidden
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + embeddings
-
-    @property
-    def digest(self) -> str:
-        """Names the folder; a new shape gets a new one."""
-        return f"{self.layers}x{self.hidden}x{self.intermediate}-v1"
-
-    def write(self, folder: Path) -> None:
-        """A configuration and a tokenizer; the weights are SGLang's dummies, the same on every replica."""
-        write_byte_tokenizer(folder, self.context_tokens)
-        config = llama_config(
-            architecture="LlamaForCausalLM",
-            layers=self.layers,
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            vocabulary=self.vocabulary,
-            context_tokens=self.context_tokens,
-        )
-        (folder / "config.json").write_text(config)
-
-
-RANDOM_LLAMAS: Mapping[str, RandomLlama] = {
-    "tiny": RandomLlama(layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2),
-    "bench": RandomLlama(layers=1, hidden=512, intermediate=6144, heads=8, kv_heads=4),
+RANDOM_LLAMAS: Mapping[str, Llama] = {
+    "tiny": Llama(layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2),
+    "bench": Llama(layers=1, hidden=512, intermediate=6144, heads=8, kv_heads=4),
 }
+"""With random weights and a tokenizer of bytes."""
 
 
 def names() -> tuple[str, ...]:
@@ -93,7 +44,8 @@ def find(name: str, progress: Progress | None = None) -> ServedModel:
     say = progress or (lambda _: None)
     if name in RANDOM_LLAMAS:
         llama = RANDOM_LLAMAS[name]
-        path = prepared(f"{name}-{llama.digest}", llama.write, say)
+        key = f"{name}-{llama.layers}x{llama.hidden}x{llama.intermediate}-v1"  # a new shape gets a new folder
+        path = prepared(key, llama.write, say)
         return ServedModel(name, str(path), name, "dummy", 2 * llama.parameters, llama.context_tokens)
     if name == "default":
         key = f"smollm2-135m-instruct-{smollm2.VERSION}-v3"
@@ -129,25 +81,11 @@ def _find_emulated(name: str, say: Progress) -> ServedModel:
     if name not in SHAPES:
         raise ValueError(f"unknown model {name!r} to emulate; there are {', '.join(SHAPES)}")
     shape = SHAPES[name]
-    path = prepared(f"emulated-{name}-v1", lambda folder: write_emulated(folder, shape), say)
+    # One layer of nothing: a token has 64 bytes of KV memory. Its id is the byte, so that texts work and have a known
+    # length.
+    nothing = Llama(1, 16, 16, 1, 1, shape.context_tokens, shape.vocabulary, "EmulatedForCausalLM")
+    path = prepared(f"emulated-{name}-v1", lambda folder: nothing.write(folder, _letters()), say)
     return ServedModel(EMULATED + name, str(path), f"{name}-emulated", "dummy", 0, shape.context_tokens)
-
-
-def write_emulated(folder: Path, shape: ModelShape) -> None:
-    """The named model's context and vocabulary, one layer of nothing: a token has 64 bytes of KV memory. The tokenizer
-    has one token for each byte, whose id is the byte, so that texts work and have a known length."""
-    write_byte_tokenizer(folder, shape.context_tokens, letters=_letters())
-    config = llama_config(
-        architecture="EmulatedForCausalLM",
-        layers=1,
-        hidden=16,
-        intermediate=16,
-        heads=1,
-        kv_heads=1,
-        vocabulary=shape.vocabulary,
-        context_tokens=shape.context_tokens,
-    )
-    (folder / "config.json").write_text(config)
 
 
 def _letters() -> list[str]:

@@ -1,9 +1,11 @@
-"""A model folder: where it is kept, how it is made whole or not at all, and a tokenizer of bytes for it."""
+"""A model folder: where it is kept, how it is made whole or not at all; and a model without weights, whose tokens are
+bytes, for it."""
 
 import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 BYTE_VOCABULARY = 256
@@ -45,41 +47,52 @@ def prepared(key: str, prepare: Callable[[Path], None], say: Progress) -> Path:
     return folder
 
 
-def llama_config(
-    *,
-    architecture: str,
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    kv_heads: int,
-    vocabulary: int,
-    context_tokens: int,
-) -> str:
-    """The text of config.json for a model of Llama's family that speaks `write_byte_tokenizer`'s tokens."""
-    config = {
-        "architectures": [architecture],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": context_tokens,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": BYTE_VOCABULARY,
-        "eos_token_id": BYTE_VOCABULARY + 1,
-        "torch_dtype": "bfloat16",
-    }
-    return json.dumps(config, indent=2)
+@dataclass(frozen=True)
+class Llama:
+    """A model of Llama's family without weights, which are SGLang's dummies, the same on every replica."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    context_tokens: int = 32_768
+    vocabulary: int = BYTE_VOCABULARY + len(SPECIAL_TOKENS)
+    architecture: str = "LlamaForCausalLM"
+
+    @property
+    def parameters(self) -> int:
+        head = self.hidden // self.heads
+        attention = self.hidden * head * (2 * self.heads + 2 * self.kv_heads)
+        embeddings = self.vocabulary * self.hidden
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + embeddings
+
+    def write(self, folder: Path, letters: Sequence[str] | None = None) -> None:
+        """A configuration, and the tokenizer of `write_byte_tokenizer`."""
+        write_byte_tokenizer(folder, self.context_tokens, letters)
+        config = {
+            "architectures": [self.architecture],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.hidden // self.heads,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.context_tokens,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": BYTE_VOCABULARY,
+            "eos_token_id": BYTE_VOCABULARY + 1,
+            "torch_dtype": "bfloat16",
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def write_byte_tokenizer(folder: Path, context_tokens: int, letters: Sequence[str] | None = None) -> None:
+def write_byte_tokenizer(folder: Path, context_tokens: int, letters: Sequence[str] | None) -> None:
     """Writes a tokenizer with one token for each byte and four special ones.
 
     Any text has an encoding, and its length is its bytes. `letters` are the tokens in the order of their ids;

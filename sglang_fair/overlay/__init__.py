@@ -7,7 +7,10 @@ scheduling; a server that says DLPM and runs FCFS is worse than none, so a missi
 
 import os
 import pkgutil
+from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
+from typing import Any, NamedTuple
 
 SGLANG_VERSION = "0.5.23"
 """The release whose functions the hooks were read from and tested against."""
@@ -28,16 +31,30 @@ def install() -> None:
             f"sglang-fair: needs sglang {SGLANG_VERSION}, found {found} "
             "(SGLANG_FAIR_ANY_VERSION=1 tries anyway, SGLANG_FAIR_DISABLE=1 serves without it)"
         )
+    attach("sglang_fair.overlay.hooks", f"cannot attach to sglang {found}")
+    from sglang_fair.overlay import wire
+
+    wire.register()
+
+
+class Hook(NamedTuple):
+    """`function` is attached to `target`, a dotted name, in the way `kind`, one of SGLang's `HookType`."""
+
+    target: str
+    function: Callable[..., Any]
+    kind: Any
+
+
+def attach(module: str, otherwise: str) -> None:
+    """Register the `HOOKS` of a module. SystemExit, which SGLang's loader lets through, where SGLang has not all that
+    they are for; its text begins with `otherwise`."""
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        from sglang_fair.overlay import wire
-        from sglang_fair.overlay.hooks import HOOKS
-
-        for hook in HOOKS:
+        hooks: tuple[Hook, ...] = import_module(module).HOOKS
+        for hook in hooks:
             pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError) as error:
-        raise SystemExit(f"sglang-fair: cannot attach to sglang {found}: {error}") from error
-    wire.register()
-    for hook in HOOKS:
-        HookRegistry.register(hook.target, hook.function, hook.kind)
+        raise SystemExit(f"sglang-fair: {otherwise}: {error}") from error
+    for hook in hooks:
+        HookRegistry.register(*hook)

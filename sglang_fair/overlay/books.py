@@ -22,7 +22,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sglang.srt.mem_cache.common import match_kv_cache
 
-from sglang_fair.core.admission import Admission, Match
+from sglang_fair.core.admission import Admission, Match, block_of
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.payers import make_payers
@@ -35,7 +35,7 @@ from sglang_fair.metrics.replica import ReplicaCounts
 from sglang_fair.overlay import normal, tree_core
 from sglang_fair.overlay.config import Config
 from sglang_fair.overlay.counts import BatchRow
-from sglang_fair.overlay.jobs import Requests, block_of, job_of, outcome_of
+from sglang_fair.overlay.jobs import Requests, job_of, outcome_of
 
 logger = logging.getLogger(__name__)
 
@@ -367,4 +367,8 @@ class Books:
         self._admission.finish(job, outcome_of(request))
 
     def _block(self, request: Any, prefix_tokens: int) -> Hashable | None:
-        return None if self._tree_cache.disable else block_of(request, prefix_tokens)
+        """Names what would be computed of a prompt behind so much of it."""
+        if self._tree_cache.disable:
+            return None
+        tokens = memoryview(request.origin_input_ids)
+        return block_of(tokens, prefix_tokens, request.extra_key, request.cache_salt)

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from math import lcm
@@ -28,20 +27,21 @@ from sglang_fair.core.admission import DELAYED_POLL_S
 from sglang_fair.core.cost import describe
 from sglang_fair.core.waits import MEMORY, PROMPTS
 from sglang_fair.overlay import (
+    Hook,
+    application,
     config,
     counts,
-    ending,
-    explain,
     fields,
     heartbeat,
     kv_events,
-    load_file,
     metrics,
     model_gate,
     preempt,
     ranks,
     refusal,
     room,
+    shared_file,
+    status,
     token_ids,
     tree_core,
     watchdog,
@@ -51,7 +51,6 @@ from sglang_fair.overlay.clock import Clock, TimedReceiver
 from sglang_fair.overlay.identity import carry_client
 from sglang_fair.overlay.jobs import JOB_ATTRIBUTE
 from sglang_fair.overlay.replica import ReplicaFairness
-from sglang_fair.overlay.status import add_routes, from_settings
 
 logger = logging.getLogger(__name__)
 
@@ -384,9 +383,9 @@ def checkpoint_into_tree(result: None, cache: Any, request: Any, *args: Any, **k
 
 
 def get_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    if (asked := explain.asked(request.rid)) is not None:
+    if (about := status.question(request.rid)) is not None:
         return GetInternalStateReqOutput(
-            internal_state={explain.STATE_KEY: scheduler.fair.explain(*asked) or []}
+            internal_state={status.EXPLAINED: scheduler.fair.explain(*about) or []}
         )
     result = original(scheduler, request)
     state = scheduler.fair.status(scheduler.waiting_queue)
@@ -399,7 +398,7 @@ def get_internal_state(original: Callable[..., Any], scheduler: Any, request: An
 
 
 def set_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    weights, others = from_settings(request.server_args)
+    weights, others = status.from_settings(request.server_args)
     result = original(scheduler, SetInternalStateReq(server_args=others))
     try:
         if result.updated:
@@ -417,7 +416,7 @@ def add_cli_args(result: Any, parser: Any, *args: Any, **kwargs: Any) -> None:
 def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     config.adopt_arguments(args)
     heartbeat.share()
-    load_file.replace()
+    shared_file.share(shared_file.LOAD_VARIABLE, 0)  # the scheduler that opens it first gives it its size
     ranks.connect_here(args)
     return original(cls, args)
 
@@ -446,21 +445,25 @@ async def _refused(reason: str) -> AsyncIterator[Any]:
 
 
 def tokenizer_manager_started(result: Any, manager: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    add_routes(manager)
     watchdog.start(manager, config.read().hang_timeout_s)
-    model_gate.add_gate(manager)
+    http = application.server()
+    if http is None or any(getattr(route, "path", None) == "/fair" for route in http.app.routes):
+        return  # an in-process `Engine` has no application
+    status.add_routes(http.app, manager)
+    model_gate.add_gate(http.app, manager)
     token_ids.attach()
     if refusal.may_refuse(server_args.schedule_policy):
-        refusal.add_middleware()
+        application.wrap(http.app, refusal.Refusals)
 
 
-@dataclass(frozen=True)
-class Hook:
-    """`function` is attached to `target` (a dotted name) in the way `kind`."""
+CONNECTIONS_S = 5
+"""Time for connections to end when nothing is left to be answered."""
 
-    target: str
-    function: Callable[..., Any]
-    kind: HookType
+
+def configure_server(original: Callable[..., None], uvicorn: Any, *args: Any, **kwargs: Any) -> None:
+    """At SIGTERM SGLang answers the requests that it has, ends its schedulers, and then has its HTTP server stop, which
+    waits for its connections without end: a client that sends half a request would keep the process alive."""
+    original(uvicorn, *args, **({"timeout_graceful_shutdown": CONNECTIONS_S} | kwargs))
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -478,12 +481,12 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_ARGUMENTS + "from_cli_args", from_cli_args, HookType.AROUND),
     Hook(_TOKENIZER + "__init__", tokenizer_manager_started, HookType.AFTER),
     Hook(_TOKENIZER + "generate_request", generate_request, HookType.AROUND),
-    Hook(_LOAD_FILE + "shm_path_for", load_file.shm_path_for, HookType.AFTER),
+    Hook(_LOAD_FILE + "shm_path_for", shared_file.shm_path_for, HookType.AFTER),
     Hook(_LOAD + "_open_pub_socket", wire.open_load_socket, HookType.AROUND),
     Hook(_LOAD + "resolve_load_pub_range", wire.beside_kv_events, HookType.AFTER),
     Hook(_MEETING, ranks.meet_here, HookType.AFTER),
     Hook("torch.distributed.rendezvous._create_c10d_store", ranks.make_store, HookType.AROUND),
-    Hook("uvicorn.config.Config.__init__", ending.configure, HookType.AROUND),
+    Hook("uvicorn.config.Config.__init__", configure_server, HookType.AROUND),
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
     Hook(_SCHEDULER + "init_request_receiver", init_request_receiver, HookType.AFTER),
     Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.AROUND),

@@ -7,7 +7,6 @@ and by when its first token is due are believed where its name is the gateway's.
 has no field for it, and the id of one of Anthropic's API, by which it can be cancelled.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from sglang_fair.common.identity import (
     identify,
 )
 from sglang_fair.common.interaction import part_of, read_count
-from sglang_fair.overlay import config
+from sglang_fair.overlay import application, config
 from sglang_fair.overlay.jobs import CUSTOM_PARAMS_KEY
 from sglang_fair.overlay.model_gate import is_probe
 
@@ -87,8 +86,8 @@ def _places(request: Any) -> tuple[str, ...]:
     """Where a client's name is looked for. Where the server asks for a key, all who may ask have the same one, SGLang's
     own warm-up too: it names nobody."""
     order = config.read_identity()
-    server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    if server is None or "app" not in request.scope or not server.get_serving().api_key:
+    http = application.server()
+    if http is None or "app" not in request.scope or not http.get_serving().api_key:
         return order
     return tuple(place for place in order if place != API_KEY)
 
@@ -113,8 +112,8 @@ def _keep_out_of_groups(obj: Any) -> None:
 def is_health_check(request: Any) -> bool:
     """Whether the server itself made what it generates for this HTTP request. Its id is no sign of that: SGLang gives
     health checks ids with a prefix, which any client may give to a request as well."""
-    server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    return server is not None and request.scope.get("endpoint") is server.health_generate
+    http = application.server()
+    return http is not None and request.scope.get("endpoint") is http.health_generate
 
 
 def user_of(request: Any) -> str | None:

@@ -1,14 +1,12 @@
 """SGLang's requests as jobs: who sent each, what it is called here, what it had written before it was entered."""
 
-from collections.abc import Hashable, Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_fair.common.identity import ANONYMOUS
 from sglang_fair.common.interaction import Apps
-from sglang_fair.core.admission import BLOCK_TOKENS, samples
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listener
@@ -112,18 +110,6 @@ def outcome_of(request: Any) -> Outcome:
 def is_over(request: Any) -> bool:
     """Whether it has ended, or will before it gets another token."""
     return bool(request.finished() or request.to_finish or not request.kv.holds_kv)
-
-
-def block_of(request: Any, prefix_tokens: int) -> Hashable | None:
-    """Equal for two requests that would compute the same behind their cached prefix."""
-    tokens: Sequence[int] = request.origin_input_ids
-    starts = samples(prefix_tokens, len(tokens))
-    if starts is None:
-        return None
-    view, digest = memoryview(tokens), blake2b(digest_size=16)  # type: ignore[arg-type]
-    for start in starts:
-        digest.update(view[start : start + BLOCK_TOKENS])
-    return prefix_tokens, request.extra_key, request.cache_salt, digest.digest()
 
 
 def job_of(request: Any, apps: Apps) -> Job:

@@ -7,13 +7,12 @@ A request that is not let in gets status 421, which a gateway takes for "ask the
 counted until its answer has ended, so "nothing in flight" means that no request for the old model is anywhere in here.
 """
 
-import json
-import sys
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from sglang_fair.common.swapping import HEADER_PROBE, MISDIRECTED, PATH, Gate
+from sglang_fair.overlay.application import Application, answer, wrap
 
 GENERATES = frozenset(
     {
@@ -39,7 +38,6 @@ GENERATES = frozenset(
 SCOPE_KEY = "sglang_fair.gate"
 """Key in an HTTP request's scope: the gate that has let an agent's own request in."""
 
-
 GATE = "fair_gate"
 """Attribute of SGLang's tokenizer manager: the gate in front of it."""
 
@@ -55,11 +53,8 @@ def is_probe(request: Any) -> bool:
     return SCOPE_KEY in getattr(request, "scope", {})
 
 
-def add_gate(manager: Any) -> None:
-    """Put the gate in front of SGLang's HTTP application, if this process serves HTTP, and add the routes."""
-    server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    if server is None or any(getattr(route, "path", None) == PATH for route in server.app.routes):
-        return
+def add_gate(app: Any, manager: Any) -> None:
+    """Put the gate in front of SGLang's HTTP application, and add the routes."""
     from fastapi import HTTPException, Request
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -78,18 +73,15 @@ def add_gate(manager: Any) -> None:
             manager.served_model_name = gate.loaded  # SGLang calls a model that was loaded later by its path
         return await show()
 
-    server.app.add_api_route(PATH, show, methods=["GET"])
-    server.app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(change), methods=["POST"])
-    if server.app.middleware_stack is None:
-        server.app.add_middleware(Gatekeeper, gate=gate)
-    else:
-        server.app.middleware_stack = Gatekeeper(server.app.middleware_stack, gate)
+    app.add_api_route(PATH, show, methods=["GET"])
+    app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(change), methods=["POST"])
+    wrap(app, Gatekeeper, gate=gate)
 
 
 class Gatekeeper:
     """ASGI middleware in front of what the model answers."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], gate: Gate) -> None:
+    def __init__(self, app: Application, gate: Gate) -> None:
         self._app = app
         self._gate = gate
 
@@ -100,7 +92,8 @@ class Gatekeeper:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         reason = self._gate.refuses(headers)
         if reason is not None:
-            await _answer(reason, self._gate.loaded, send)
+            error = {"message": reason, "type": "misdirected", "code": MISDIRECTED}
+            await answer(send, MISDIRECTED, error, x_fair_loaded=self._gate.loaded)
             return
         if headers.get(HEADER_PROBE) == self._gate.run:
             scope[SCOPE_KEY] = self._gate
@@ -111,15 +104,3 @@ class Gatekeeper:
             await self._app(scope, receive, send)
         finally:
             self._gate.inside -= 1
-
-
-async def _answer(reason: str, loaded: str, send: Any) -> None:
-    error = {"object": "error", "message": reason, "type": "misdirected", "code": MISDIRECTED}
-    body = json.dumps(error).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"x-fair-loaded", loaded.encode("latin-1", "replace")),
-    ]
-    await send({"type": "http.response.start", "status": MISDIRECTED, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -4,9 +4,7 @@ The scheduler ends such a request where SGLang ends one that finds a full queue.
 except for a stream, whose status it has already sent. So `Refusals` holds back a stream's status until its first piece.
 """
 
-import json
-import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, MutableMapping
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_fair.core import POLICIES
+from sglang_fair.overlay.application import Application, Message, answer
 from sglang_fair.overlay.config import SERVER_POLICIES
 
 STATUS = HTTPStatus.TOO_MANY_REQUESTS
@@ -21,8 +20,6 @@ STATUS = HTTPStatus.TOO_MANY_REQUESTS
 
 SCOPE_KEY = "sglang_fair.refused"
 """Key in an HTTP request's scope: the reason of its refusal."""
-
-Message = MutableMapping[str, Any]
 
 
 def may_refuse(chosen: str) -> bool:
@@ -50,21 +47,10 @@ async def noted(outputs: AsyncGenerator[Any, None], request: Any) -> AsyncGenera
             yield output
 
 
-def add_middleware() -> None:
-    """Wrap SGLang's HTTP application in `Refusals`, if this process serves HTTP."""
-    server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    if server is None:
-        return
-    if server.app.middleware_stack is None:
-        server.app.add_middleware(Refusals)
-    else:
-        server.app.middleware_stack = Refusals(server.app.middleware_stack)
-
-
 class Refusals:
     """ASGI middleware: a refused stream gets the status of a refusal, like a refused request without streaming."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: Application) -> None:
         self._app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -83,7 +69,8 @@ class Refusals:
                 begun, start = start, None
                 if SCOPE_KEY in scope:
                     refused = True
-                    await _answer(scope[SCOPE_KEY], send)
+                    error = {"message": scope[SCOPE_KEY], "type": str(STATUS.value), "code": STATUS.value}
+                    await answer(send, STATUS, error)
                 else:
                     await send(begun)
             if not refused:
@@ -104,11 +91,3 @@ def _is_stream(start: Message) -> bool:
         name.lower() == b"content-type" and value.startswith(b"text/event-stream")
         for name, value in start.get("headers", ())
     )
-
-
-async def _answer(reason: str, send: Any) -> None:
-    error = {"object": "error", "message": reason, "type": str(STATUS.value), "code": STATUS.value}
-    body = json.dumps(error).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": STATUS.value, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -1,22 +1,30 @@
-"""`/fair` on a replica: GET reads from the scheduler the active policy and each client's counter and service;
-POST changes the clients' weights in it. `/metrics` is described in `metrics.py`. And `/ready`, which says also when the
-scheduler last moved (`heartbeat.py`):
+"""What a replica says of itself over HTTP, and what an operator changes in it.
 
-    {"in_flight": 3, "schedulers": [{"ran_s_ago": 0.2, "passed_s_ago": 4.1, "computes": true}]}
+    GET  /fair         from the scheduler: the active policy, each client's counter and service
+    POST /fair         {"client_weights": {"gold": 2}} changes the clients' weights in it
+    GET  /explain/ID   what it remembers of the requests with this id (`core.record`); `?client=acme`: of one client
+    GET  /metrics      `metrics`
+    GET  /ready        says also when the schedulers last moved (`heartbeat`):
+                       {"in_flight": 3, "schedulers": [{"ran_s_ago": 0.2, "passed_s_ago": 4.1, "computes": true}]}
 
-    curl -X POST http://127.0.0.1:30000/fair -d '{"client_weights": {"gold": 2}}'
-
-The change travels as a request of SGLang's own to set internal state, which reaches every data-parallel rank.
-Such a request carries numbers under names, so each client's weight is one number with the client in its name.
+Questions and changes travel as requests of SGLang's own for the scheduler's state, which reach every data-parallel
+rank. One to set it carries numbers under names, so each client's weight is one number with the client in its name; one
+to get it has an id that SGLang does not use, and in which stands what is to be explained.
 """
 
-import sys
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_fair.overlay import config, explain, metrics, model_gate
+from sglang_fair.common.record import MOST_NAME
+from sglang_fair.overlay import config, metrics, model_gate
 from sglang_fair.overlay.heartbeat import Heartbeats
+
+EXPLAIN = "sglang_fair.explain:"
+"""Before the JSON in the id of a question about requests."""
+
+EXPLAINED = "explained"
 
 WEIGHT_PREFIX = "sglang_fair.client_weight:"
 """Before a client's name: the name of its weight among the numbers of a request to set internal state."""
@@ -37,16 +45,18 @@ def from_settings(settings: Mapping[str, float]) -> tuple[dict[str, float], dict
     return weights, {name: value for name, value in settings.items() if not name.startswith(WEIGHT_PREFIX)}
 
 
-def add_routes(manager: Any) -> None:
-    """Add the routes to SGLang's HTTP application, if this process serves HTTP.
+def question(rid: str | None) -> tuple[str, str | None] | None:
+    """Id and client of the requests that a question for the scheduler's state is about; None if it is another one."""
+    if rid is None or not rid.startswith(EXPLAIN):
+        return None
+    id, client = json.loads(rid.removeprefix(EXPLAIN))
+    return id, client
 
-    The tokenizer manager lives in the process that serves; an in-process `Engine` has no application.
-    """
-    server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    if server is None or any(getattr(route, "path", None) == "/fair" for route in server.app.routes):
-        return
+
+def add_routes(app: Any, manager: Any) -> None:
+    """Add the routes to SGLang's HTTP application."""
     from fastapi import HTTPException, Request
-    from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     async def fair() -> Any:
@@ -64,16 +74,26 @@ def add_routes(manager: Any) -> None:
             raise HTTPException(500, "a scheduler refused the weights")
         return await fair()
 
+    async def explain(id: str, client: str | None = None) -> Any:
+        manager.auto_create_handle_loop()
+        asked = GetInternalStateReq(rid=EXPLAIN + json.dumps([id[:MOST_NAME], client]))
+        answers = await manager.get_internal_state_communicator(asked)
+        found = [request for answer in answers for request in answer.internal_state[EXPLAINED]]
+        if not found:
+            raise HTTPException(404, "no such request is remembered here")
+        now_s = time.time()
+        return {"requests": [{**one, "came_at_s": now_s - one["came_s_ago"]} for one in found]}
+
     page = metrics.Page(manager)
 
     async def show_metrics(request: Request) -> Any:
         return await page.answer(request.headers.get("authorization"))
 
-    server.app.add_api_route("/fair", fair, methods=["GET"])
-    server.app.add_api_route("/fair", auth_level(AuthLevel.ADMIN_OPTIONAL)(change), methods=["POST"])
-    server.app.add_api_route("/metrics", show_metrics, methods=["GET"])
-    explain.add_route(manager)
-    _add_heartbeats(server.app, manager)
+    app.add_api_route("/fair", fair, methods=["GET"])
+    app.add_api_route("/fair", auth_level(AuthLevel.ADMIN_OPTIONAL)(change), methods=["POST"])
+    app.add_api_route("/explain/{id:path}", explain, methods=["GET"])
+    app.add_api_route("/metrics", show_metrics, methods=["GET"])
+    _add_heartbeats(app, manager)
 
 
 def _add_heartbeats(app: Any, manager: Any) -> None:

@@ -19,6 +19,9 @@ from enum import Enum, auto
 LONGEST_RESERVATION = 4096
 """Output tokens that are reserved for one request at most (SGLang's CLIP_MAX_NEW_TOKENS)."""
 
+RETRACT_STEPS = 20
+"""Decode steps that a retraction makes room for."""
+
 
 class Verdict(Enum):
     """May another request join the batch?"""
@@ -46,8 +49,6 @@ class Settings:
     least_new_token_ratio: float = 0.098
     ratio_decay_steps: int = 600
     """Decode steps in which the ratio falls from `new_token_ratio` to `least_new_token_ratio`."""
-    retract_steps: int = 20
-    """Decode steps that a retraction makes room for."""
     cache_share: bool = False
     """Fair eviction (`core.eviction`) in place of plain LRU, where the policy has shares."""
     progress_steps: int = 40
@@ -111,7 +112,7 @@ class NewTokenRatio:
     def retracted(self, requests: int, output_tokens: int, max_output_tokens: int) -> None:
         """Set the ratio after a retraction by how far the `requests` that are left have come: `output_tokens` of
         `max_output_tokens`. The decode step that follows does not count."""
-        expected = output_tokens + self._settings.retract_steps * requests
+        expected = output_tokens + RETRACT_STEPS * requests
         self._from, self._steps = min(1.0, expected / (max_output_tokens + 1)), -1
 
 

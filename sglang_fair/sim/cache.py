@@ -84,19 +84,6 @@ class Node(Piece):
         return not self.children and not self.locks
 
 
-class _NewNode(NamedTuple):
-    """A node as it was stored; it may have been divided since."""
-
-    hashes: range
-    parent: int | None
-    tokens: bytes
-    namespace: str
-
-
-_Change = _NewNode | range
-"""What was stored, or the hashes of what was removed."""
-
-
 class PrefixCache:
     """With `events`, what is stored and removed is kept for `drain`. `order` says which leaf is evicted next.
 
@@ -124,7 +111,8 @@ class PrefixCache:
         self._blocks = 0
         self._events = events
         self._place, self._places = place, places
-        self._changes: list[_Change] = []
+        self._changes: list[Stored | range] = []
+        """What was stored, at a time that is not known here, or the hashes of what was removed."""
 
     @property
     def tokens(self) -> int:
@@ -169,7 +157,8 @@ class PrefixCache:
         self.order.add(leaf)
         if self._events:
             parent = None if above.parent is None else self._hashes(above)[-1]
-            self._changes.append(_NewNode(self._hashes(leaf), parent, leaf.key, leaf.namespace))
+            hashes = tuple(self._hashes(leaf))
+            self._changes.append(Stored(0.0, hashes, parent, leaf.key, self.page_tokens, leaf.namespace))
         return leaf, there
 
     def divide(self, node: Node, end: int) -> None:
@@ -238,8 +227,7 @@ class PrefixCache:
             if removed:
                 events.append(Removed(t_s, tuple(removed)))
                 removed.clear()
-            hashes, parent, tokens, namespace = change
-            events.append(Stored(t_s, tuple(hashes), parent, tokens, self.page_tokens, namespace))
+            events.append(change._replace(t_s=t_s))
         if removed:
             events.append(Removed(t_s, tuple(removed)))
         self._changes.clear()

@@ -45,12 +45,9 @@ class CostModel(Protocol):
     def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
         """One batch of prefills, given as (tokens to compute, tokens cached before them) of each request."""
 
-    def decode_s(self, requests: int, context_tokens: int) -> float:
-        """One decode step of `requests` whose contexts have `context_tokens` in total."""
-
-    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
-        """`steps` decode steps of the same requests, whose contexts grow by one token per step: the sum of
-        `decode_s`, computed in constant time."""
+    def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:
+        """`steps` decode steps of `requests` whose contexts have `context_tokens` in total before the first one, and
+        grow by one token each per step. Computed in constant time."""
 
 
 def pairs(extend_tokens: int, cached_tokens: int) -> float:
@@ -121,10 +118,7 @@ class Roofline:
         overhead = self.efficiency.prefill_overhead_s + self.efficiency.request_overhead_s * len(extends)
         return overhead + self._matrices_s(tokens, len(extends)) + self._attention_s(attended, held)
 
-    def decode_s(self, requests: int, context_tokens: int) -> float:
-        return self.decode_run_s(requests, context_tokens, 1)
-
-    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
+    def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:
         if not requests:
             return 0.0
         overhead = self.efficiency.decode_overhead_s + self.efficiency.request_overhead_s * requests
@@ -198,10 +192,7 @@ class Fitted:
             + self.prefill_cached_token_s * sum(cached for _, cached in extends)
         )
 
-    def decode_s(self, requests: int, context_tokens: int) -> float:
-        return self.decode_run_s(requests, context_tokens, 1)
-
-    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
+    def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:
         if not requests:
             return 0.0
         held = context_tokens * steps + requests * (steps * (steps - 1) // 2)
@@ -225,11 +216,8 @@ class Scaled:
     def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
         return self.factor * self.model.prefill_s(extends)
 
-    def decode_s(self, requests: int, context_tokens: int) -> float:
-        return self.factor * self.model.decode_s(requests, context_tokens)
-
-    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
-        return self.factor * self.model.decode_run_s(requests, context_tokens, steps)
+    def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:
+        return self.factor * self.model.decode_s(requests, context_tokens, steps)
 
 
 def kv_tokens(gpu: Gpu, shape: ModelShape, memory_fraction: float = 0.88) -> int:

@@ -1,20 +1,19 @@
 """The decode half of a simulated replica: its memory, the run of decode steps under way, and retraction."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf
 
-from sglang_fair.core.admission import BLOCK_TOKENS, Admission, Match, samples
+from sglang_fair.core.admission import Admission, Match
 from sglang_fair.core.eviction import FairEviction, LeastRecentlyUsed
 from sglang_fair.core.job import Job
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import Steps
 from sglang_fair.sim.answers import TOKEN_BYTES
-from sglang_fair.sim.budget import NewTokenRatio, Settings
+from sglang_fair.sim.budget import RETRACT_STEPS, NewTokenRatio, Settings
 from sglang_fair.sim.cache import Node, PrefixCache
 from sglang_fair.sim.cost_model import CostModel
 from sglang_fair.sim.decode_batch import DecodeBatch
-from sglang_fair.sim.events import Event, Finished, Meters, Progress, SimRequest
+from sglang_fair.sim.events import OF_JOB, Event, Finished, Meters, Progress, SimRequest
 from sglang_fair.sim.pool import Pool
 from sglang_fair.sim.task import Task
 
@@ -70,14 +69,15 @@ class Decoding:
         """A candidate did not fit and no request has left since."""
         self.ratio = NewTokenRatio(settings)
         self.decoding = DecodeBatch(settings.page_tokens)
+        self._batch: list[Task] = []
+        """The prompts that are being computed, while the run, if any, pauses; empty while decoding."""
+        self._batch_s = 0.0
+        """How long that takes."""
+        self._chunked: Task | None = None
+        """The request whose prompt continues in the next batch."""
         self._run: Run | None = None
         self._stop = 0
         """The step after which the run under way ends."""
-
-    @property
-    def is_prefilling(self) -> bool:
-        """A step for prompts is under way: the run, if any, pauses."""
-        return False
 
     # ---- decoding
 
@@ -95,7 +95,7 @@ class Decoding:
         """When decode step number `step` of the current run ends."""
         run = self._run
         assert run is not None
-        return run.t_s + self.cost.decode_run_s(run.requests, run.context_tokens, step - run.step)
+        return run.t_s + self.cost.decode_s(run.requests, run.context_tokens, step - run.step)
 
     def break_run(self, t_s: float) -> None:
         """End the current run, if any: the decode batch changes or pauses."""
@@ -106,12 +106,7 @@ class Decoding:
     def _decode_until(self, now_s: float) -> None:
         """Carry out the steps of the current run that have ended by `now_s`, except its last one."""
         step = self.decoding.step
-        if (
-            self._run is None
-            or self.is_prefilling
-            or step + 1 >= self._stop
-            or self._ends_at(step + 1) > now_s
-        ):
+        if self._run is None or self._batch or step + 1 >= self._stop or self._ends_at(step + 1) > now_s:
             return
         done, later = step + 1, self._stop
         while later - done > 1:
@@ -190,7 +185,7 @@ class Decoding:
             written = task.written(step)
             decoding.leave(task)
             pool.release(task, task.held(step), written, keep=False)
-            pool.make_free(len(kept) * self.settings.retract_steps)
+            pool.make_free(len(kept) * RETRACT_STEPS)
             task.take_back(written)
             self.admission.retract(task.job)
             self.meters.retractions += 1
@@ -210,7 +205,7 @@ class Decoding:
         """Admission's look-up of a waiting request."""
         task = self._tasks[job.id]
         node = self._match(task)
-        return node.end, block_of(task.request, node.end)
+        return node.end, task.block(node.end)
 
     def _match(self, task: Task) -> Node:
         """The end of its cached prefix, which leaves at least its last token to compute."""
@@ -233,22 +228,9 @@ class Decoding:
         )
         fits = prompt_tokens + max(1, most) + self.settings.page_tokens < pool_tokens
         job = Job(
-            id=request.id,
-            client=request.client,
             prompt_tokens=prompt_tokens,
             max_output_tokens=most,
-            expected_output_tokens=request.expected_output_tokens,
-            unblocks=request.unblocks,
-            weight=request.weight,
-            weight_version=request.weight_version,
-            app=request.app,
-            interaction=request.interaction,
-            stage=request.stage,
-            call=request.call,
-            system_tokens=request.system_tokens,
-            deadline_s=request.deadline_s,
-            slo_class=request.slo_class,
-            tier=request.tier,
+            **{name: getattr(request, name) for name in OF_JOB},
         )
         limit = max(1, min(request.output_tokens, most)) if fits else 0
         return Task(request, job, prompt_tokens, limit, request.tokens, prompt_tokens)
@@ -268,20 +250,3 @@ class Decoding:
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
         return events
-
-
-def block_of(request: SimRequest, prefix_tokens: int) -> Hashable | None:
-    """Equal for two requests that would compute the same behind their cached prefix."""
-    tokens = request.tokens
-    starts = samples(prefix_tokens, len(tokens) // TOKEN_BYTES)
-    if starts is None:
-        return None
-    ahead, head, middle = starts[0] * TOKEN_BYTES, starts[1] * TOKEN_BYTES, starts[2] * TOKEN_BYTES
-    size = BLOCK_TOKENS * TOKEN_BYTES
-    return (
-        prefix_tokens,
-        request.namespace,
-        tokens[ahead : ahead + size],
-        tokens[head : head + size],
-        tokens[middle : middle + size],
-    )

@@ -1,8 +1,9 @@
 """What goes into a simulated replica and what comes out of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from sglang_fair.core.job import Job
 from sglang_fair.sim.cache import Removed, Stored
 
 
@@ -18,18 +19,23 @@ class SimRequest(NamedTuple):
     unblocks: int = 0
     namespace: str = ""
     weight: float | None = None
-    """Its client's, as in `Job`."""
     weight_version: int = 0
     app: str = ""
     interaction: str = ""
     stage: str = ""
     call: int = 1
     system_tokens: int = 0
-    """These five as in `Job`."""
     deadline_s: float | None = None
     slo_class: str = ""
     tier: int = 0
-    """These three as well, by the clock of the simulation."""
+    """This and what is above without a text as in `Job`, by the clock of the simulation."""
+
+
+_FOUND_HERE = ("output_tokens", "max_output_tokens")
+OF_JOB = tuple(
+    field.name for field in fields(Job) if field.name in SimRequest._fields and field.name not in _FOUND_HERE
+)
+"""What the job of a request has from it as it is."""
 
 
 class Progress(NamedTuple):

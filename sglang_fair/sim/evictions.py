@@ -1,9 +1,13 @@
-"""Requests that a simulated replica takes back: for its owner between two steps, or for a candidate that is due.
+"""Requests that a simulated replica takes back for a candidate that is due, and the memory of its host beside the GPU.
 
-Their context is cached, and goes to the memory of the host if there is room, from where it comes back when they are
-admitted.
+Their context is cached, and goes to the memory of the host if there is room for all of it, from where it comes back
+when they are admitted; otherwise what is not cached any more is computed again. One link carries copies both ways, one
+after the other, while the GPU computes. A copy out begins when its request is taken back; its pages are free in the
+books at once, and a step waits only if it needs them before they have left. A copy in begins with the step that admits
+the request again, which lasts at least as long.
 """
 
+from collections import deque
 from collections.abc import Iterable
 
 from sglang_fair.core.job import Job
@@ -11,8 +15,64 @@ from sglang_fair.core.preemption import Missing, Runner
 from sglang_fair.sim.budget import LONGEST_RESERVATION, Budget, Settings
 from sglang_fair.sim.cache import Node
 from sglang_fair.sim.decoding import Decoding
-from sglang_fair.sim.host import HostPool
 from sglang_fair.sim.task import Task
+
+HOST_BYTES_PER_S = 25e9
+"""One way over PCIe 4.0 with 16 lanes, as copies of keys and values reach it."""
+
+
+class HostPool:
+    """At most `tokens` of contexts, each of which takes `token_s` on the link."""
+
+    def __init__(self, tokens: int = 0, token_s: float = 0.0) -> None:
+        if tokens < 0 or token_s < 0:
+            raise ValueError("a host's pool and its link's time for a token cannot be negative")
+        self.tokens = tokens
+        self.used_tokens = 0
+        self._token_s = token_s
+        self._kept: dict[str, int] = {}
+        self._free_s = 0.0
+        """When the link has carried all."""
+        self._leaving: deque[tuple[float, int]] = deque()
+        """When each copy out ends, and its tokens."""
+
+    def keep(self, request_id: str, tokens: int, now_s: float) -> bool:
+        """Copy a context out from `now_s` on. Whether there was room."""
+        if tokens <= 0 or self.used_tokens + tokens > self.tokens:
+            return False
+        self.drop(request_id)
+        self._kept[request_id] = tokens
+        self.used_tokens += tokens
+        self._free_s = max(self._free_s, now_s) + tokens * self._token_s
+        self._leaving.append((self._free_s, tokens))
+        return True
+
+    def of(self, request_id: str) -> int:
+        """Tokens that are kept of a request."""
+        return self._kept.get(request_id, 0)
+
+    def drop(self, request_id: str) -> None:
+        """They are of no use any more."""
+        self.used_tokens -= self._kept.pop(request_id, 0)
+
+    def load_s(self, tokens: int, now_s: float) -> float:
+        """How long it takes from `now_s` until so many tokens are on the GPU again."""
+        self._free_s = max(self._free_s, now_s) + tokens * self._token_s
+        return self._free_s - now_s
+
+    def wait_s(self, room_tokens: int, now_s: float) -> float:
+        """How long a step waits that leaves `room_tokens` of the GPU's memory unused: until what has not left fits
+        there."""
+        while self._leaving and self._leaving[0][0] <= now_s:
+            self._leaving.popleft()
+        outside = sum(tokens for _, tokens in self._leaving)
+        wait_s = 0.0
+        for ends_s, tokens in self._leaving:
+            if outside <= room_tokens:
+                break
+            outside -= tokens
+            wait_s = ends_s - now_s
+        return wait_s
 
 
 class Evictions:
@@ -20,8 +80,6 @@ class Evictions:
 
     def __init__(self, replica: Decoding) -> None:
         self._replica = replica
-        self._named: dict[str, None] = {}
-        """Requests that leave the decode batch before the next step."""
         self._for: list[tuple[Task, Job]] = []
         """Those that left it for the batch that is being formed, each with the job that is due."""
         self.load(replica.settings)
@@ -29,19 +87,6 @@ class Evictions:
     def load(self, settings: Settings) -> None:
         """Another model: nothing is kept."""
         self.host = HostPool(settings.host_tokens, settings.host_token_s)
-
-    def name(self, request_ids: Iterable[str]) -> None:
-        """These leave the decode batch before the next step."""
-        self._named.update(dict.fromkeys(request_ids))
-
-    def take_out(self, t_s: float) -> list[Task]:
-        """Those that the owner named leave the decode batch, unless they have ended. They wait again, first in line,
-        once the next batch is formed, which is not theirs."""
-        tasks, (names, self._named) = self._replica.decoding.tasks, (self._named, {})
-        evicted = [tasks[name] for name in names if name in tasks and not tasks[name].aborted]
-        for task in evicted:
-            self._take(task, t_s)
-        return evicted
 
     def make_room(self, urgent: Task, node: Node, budget: Budget, t_s: float) -> bool:
         """Take back what the policy says for a candidate that has no memory. Whether anything was."""
@@ -73,10 +118,8 @@ class Evictions:
             self._for.append((task, urgent.job))
         return bool(chosen)
 
-    def queue_again(self, evicted: Iterable[Task]) -> None:
-        """A batch was formed, or none: `evicted`, and those that made room, wait again."""
-        for task in evicted:
-            self._replica.admission.retract(task.job)
+    def queue_again(self) -> None:
+        """A batch was formed, or none: those that made room wait again."""
         for task, urgent in self._for:
             self._replica.admission.evict(task.job, urgent)
         self._for.clear()

@@ -32,7 +32,7 @@ class Measurement:
     def predicted_s(self, model: CostModel) -> float:
         """How long the batch takes according to `model`. The prefill gives each request its first token."""
         context = sum(extend + cached + 1 for extend, cached in self.extends)
-        return model.prefill_s(self.extends) + model.decode_run_s(len(self.extends), context, self.steps)
+        return model.prefill_s(self.extends) + model.decode_s(len(self.extends), context, self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ def fit(measurements: Sequence[Measurement]) -> Fitted:
     count = len(fields(Fitted))
     units = [Fitted(*unit) for unit in np.eye(count).tolist()]
     features = np.array([[each.predicted_s(unit) for unit in units] for each in measurements])
-    if len(measurements) < count or np.linalg.matrix_rank(_normalised(features)) < count:
+    scale = np.maximum(np.linalg.norm(features, axis=0), np.finfo(float).tiny)
+    if len(measurements) < count or np.linalg.matrix_rank(features / scale) < count:
         raise ValueError(
             f"{len(measurements)} measurements do not tell {count} coefficients apart: vary prompts, cached "
             "prefixes, batch sizes and contexts"
@@ -84,9 +85,3 @@ def non_negative(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> ND
                 best, least = np.zeros(matrix.shape[1]), rest
                 best[columns] = found / scale[columns]
     return best
-
-
-def _normalised(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    norms = np.linalg.norm(matrix, axis=0)
-    scaled: NDArray[np.float64] = matrix / np.where(norms > 0, norms, 1.0)
-    return scaled

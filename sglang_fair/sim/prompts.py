@@ -1,12 +1,11 @@
 """The prefill half of a simulated replica: forming the extend batch, as SGLang's admission loop does, and its end."""
 
-from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.steps import Steps
+from functools import cached_property
+
 from sglang_fair.core.waits import BATCH, MEMORY, PROMPTS
-from sglang_fair.sim.budget import Budget, Settings, Verdict
+from sglang_fair.sim.budget import Budget, Verdict
 from sglang_fair.sim.cache import Node
-from sglang_fair.sim.cost_model import CostModel
-from sglang_fair.sim.decoding import Decoding, block_of
+from sglang_fair.sim.decoding import Decoding
 from sglang_fair.sim.events import Event, Finished, Progress
 from sglang_fair.sim.evictions import Evictions
 from sglang_fair.sim.task import Task
@@ -15,29 +14,10 @@ from sglang_fair.sim.task import Task
 class Prompts(Decoding):
     """`Decoding`, and prompts that are computed before or between its steps."""
 
-    def __init__(
-        self,
-        queue: FairQueue,
-        cost: CostModel,
-        settings: Settings,
-        *,
-        steps: Steps | None = None,
-        events: bool = True,
-        place: int = 0,
-        places: int = 1,
-    ) -> None:
-        super().__init__(queue, cost, settings, steps=steps, events=events, place=place, places=places)
-        self.evictions = Evictions(self)
-        self._batch: list[Task] = []
-        """The prompts that are being computed; empty while decoding."""
-        self._batch_s = 0.0
-        """How long that takes."""
-        self._chunked: Task | None = None
-        """The request whose prompt continues in the next batch."""
-
-    @property
-    def is_prefilling(self) -> bool:
-        return bool(self._batch)
+    @cached_property
+    def evictions(self) -> Evictions:
+        """What is taken back for a candidate that is due."""
+        return Evictions(self)
 
     def _form(self, now_s: float) -> list[Task]:
         """The extend batch of the next step, empty if none can be admitted.
@@ -65,7 +45,7 @@ class Prompts(Decoding):
         stopped: str | None = None
         if chunked is not None and self.admission.goes_on(chunked.job):
             rest = chunked.length - chunked.computed
-            block = block_of(chunked.request, chunked.computed)
+            block = chunked.block(chunked.computed)
             most_tokens = self.admission.chunk_of(chunked.job, budget.chunk_tokens, block)
             self._compute(chunked, budget.next_chunk(rest, pool.room_tokens(), most_tokens), budget)
             self._continued(chunked)
@@ -83,7 +63,7 @@ class Prompts(Decoding):
                 stopped = BATCH
                 break
             node = self._match(task)
-            if not self.admission.confirm(job, node.end, block_of(task.request, node.end)):
+            if not self.admission.confirm(job, node.end, task.block(node.end)):
                 continue
             verdict = self._verdict(task, node, budget, first=not batch)
             if verdict is Verdict.NO_MEMORY and self.evictions.make_room(task, node, budget, now_s):
@@ -205,11 +185,11 @@ class Prompts(Decoding):
         return self._finished(task, task.output, t_s)
 
     def _admitted(self, task: Task) -> None:
-        path = self.admission.path((task.request.namespace, None), memoryview(task.request.tokens).cast("I"))
+        path = self.admission.path((task.request.namespace, None), task.prompt)
         there = task.start + task.loaded
         self.admission.admit(task.job, extend_tokens=task.computed - there, cached_tokens=there, path=path)
         self.meters.cached_tokens += task.start
 
     def _continued(self, task: Task) -> None:
         """One more chunk of a prompt is in the batch."""
-        self.admission.extend(task.job, task.computed - task.start, block_of(task.request, task.start))
+        self.admission.extend(task.job, task.computed - task.start, task.block(task.start))

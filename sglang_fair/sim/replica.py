@@ -13,9 +13,8 @@ that run have their turn, and how long an extend batch may be. Modelled after SG
     retraction    if nothing is left to evict: the requests with the least output go first, among them those with the
                   longest prompts. Their pages are freed and not cached; they wait first in line and keep their output
     eviction      a candidate that does not fit may have running requests taken back, if the policy has that
-                  (`core.preemption`), and so may the owner (`evict`), between two steps. They wait again with their
-                  output. Their context is cached, and goes to the host's memory if there is room (`host`), from where
-                  it comes back when they are admitted
+                  (`core.preemption`). They wait again with their output. Their context is cached, and goes to the
+                  host's memory if there is room (`evictions`), from where it comes back when they are admitted
     swap          `swap` loads another model: no request is here, the cache is dropped, no step begins until it is there
 
 Not modelled: the overlap of CPU and GPU (a step's result is known when it ends, and the scheduler itself takes no
@@ -26,7 +25,7 @@ to be taken back, progress is due, or a request that came may be admitted. Times
 start, so it does not matter where it is interrupted. Nothing here reads a clock: the owner calls `advance` at `next_s`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import inf
 
 from sglang_fair.core.admission import DELAYED_POLL_S
@@ -37,7 +36,6 @@ from sglang_fair.sim.cost_model import CostModel
 from sglang_fair.sim.decode_batch import DecodeBatch
 from sglang_fair.sim.decoding import Run
 from sglang_fair.sim.events import Event, Finished, Meters, Progress, Refused, SimRequest
-from sglang_fair.sim.host import HostPool
 from sglang_fair.sim.pool import Pool
 from sglang_fair.sim.prompts import Prompts
 from sglang_fair.sim.task import Task
@@ -97,7 +95,7 @@ class Replica(Prompts):
             return self._take_events()
         if self.queue.is_waiting(request_id):
             self.admission.leave(task.job)
-            self.host.drop(request_id)
+            self.evictions.host.drop(request_id)
             task.aborted = True
             self._events.append(self._finished(task, task.output, now_s))
         elif request_id in self.decoding.tasks:
@@ -107,16 +105,6 @@ class Replica(Prompts):
                 self._plan(task.last_step)
         else:
             task.aborted = True
-        return self._take_events()
-
-    def evict(self, request_ids: Sequence[str], now_s: float) -> list[Event]:
-        """Take running requests back, after the decode step under way. Returns the events until now. Those that do not
-        decode are ignored: who waits, whose prompt is being computed, who ends with that step."""
-        self._catch_up(now_s)
-        found = [name for name in request_ids if name in self.decoding.tasks]
-        self.evictions.name(found)
-        if found and self._run is not None and not self._batch:
-            self._plan(min(self._stop, self.decoding.step + 1))
         return self._take_events()
 
     def swap(self, cost: CostModel, settings: Settings, takes_s: float, now_s: float) -> list[Event]:
@@ -137,11 +125,6 @@ class Replica(Prompts):
         self.meters.swaps += 1
         self.meters.swap_s += takes_s
         return self._take_events()
-
-    @property
-    def host(self) -> HostPool:
-        """The memory of its host."""
-        return self.evictions.host
 
     @property
     def record(self) -> Record:
@@ -211,10 +194,8 @@ class Replica(Prompts):
 
     def _begin(self, t_s: float) -> None:
         """Start the next step: an extend batch if one can be formed, else a run of decode steps, else nothing."""
-        if evicted := self.evictions.take_out(t_s):
-            self._is_full = False
         self._batch = self._form(t_s)
-        self.evictions.queue_again(evicted)
+        self.evictions.queue_again()
         if self._batch:
             self.break_run(t_s)
             duration_s = self.cost.prefill_s(

@@ -1,7 +1,9 @@
 """A request inside a simulated replica."""
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
+from sglang_fair.core.admission import block_of
 from sglang_fair.core.job import Job
 from sglang_fair.sim.answers import TOKEN_BYTES, answer
 from sglang_fair.sim.cache import Node
@@ -40,6 +42,15 @@ class Task:
     aborted: bool = False
     answer: bytes | None = None
     """All of it; None until it is needed."""
+    prompt: memoryview = field(init=False)
+    """Its token ids."""
+
+    def __post_init__(self) -> None:
+        self.prompt = memoryview(self.request.tokens).cast("I")
+
+    def block(self, prefix_tokens: int) -> Hashable | None:
+        """Names what would be computed of its prompt behind so many cached tokens."""
+        return block_of(self.prompt, prefix_tokens, self.request.namespace)
 
     def written(self, step: int) -> int:
         """Output tokens after decode step number `step`."""

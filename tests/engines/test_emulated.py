@@ -166,7 +166,7 @@ class TestReplica:
     def test_a_request_takes_what_the_cost_model_says(self, emulated: Replica) -> None:
         cost = make_cost_model("a10g/llama-3.2-3b")
         prompt, outputs = list(range(20_000, 24_000)), 100
-        least_s = cost.prefill_s([(4000, 0)]) + cost.decode_run_s(1, 4001, outputs - 1)
+        least_s = cost.prefill_s([(4000, 0)]) + cost.decode_s(1, 4001, outputs - 1)
         before = emulated.fair()["emulated"]
         began_s = time.monotonic()
         tokens_of(emulated, prompt, outputs)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_fair.models import catalog as models
-from sglang_fair.models.__main__ import main
-from sglang_fair.models.hub import TOKENIZER_FILES, copy_tokenizer
+from sglang_fair.models.__main__ import TOKENIZER_FILES, copy_tokenizer, main
 
 
 class TestEmulatedFolder:
@@ -53,10 +52,12 @@ class TestTokenizerForAGateway:
             return str(tmp_path)
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-        assert [path.name for path in copy_tokenizer("org/model", tmp_path / "to")] == ["tokenizer.json"]
+        assert [path.name for path in copy_tokenizer("org/model", tmp_path / "to", print)] == [
+            "tokenizer.json"
+        ]
         assert asked == [("org/model", list(TOKENIZER_FILES))]
 
     def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
         with pytest.raises(ValueError, match=r"has no tokenizer\.json, which a gateway needs"):
-            copy_tokenizer(str(tmp_path), tmp_path / "to")
+            copy_tokenizer(str(tmp_path), tmp_path / "to", print)

@@ -33,9 +33,8 @@ print("policy", args.schedule_policy)
 def test_a_target_that_sglang_has_not_ends_the_process() -> None:
     """SGLang's loader would log it and serve on with its own scheduling."""
     done = run("""
-from dataclasses import replace
 import sglang_fair.overlay.hooks as hooks
-hooks.HOOKS = (*hooks.HOOKS, replace(hooks.HOOKS[-1], target="sglang.srt.managers.scheduler.Scheduler.gone"))
+hooks.HOOKS = (*hooks.HOOKS, hooks.HOOKS[-1]._replace(target="sglang.srt.managers.scheduler.Scheduler.gone"))
 from sglang.srt.plugins import load_plugins
 load_plugins()
 print("served on")

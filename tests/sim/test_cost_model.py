@@ -57,7 +57,7 @@ def test_more_decoding_never_takes_less(model, requests, context):
 @given(any_model, st.integers(1, 300), st.integers(0, 10**6), st.integers(0, 200))
 def test_a_run_of_steps_is_the_sum_of_its_steps(model, requests, context, steps):
     one_by_one = sum(model.decode_s(requests, context + step * requests) for step in range(steps))
-    assert model.decode_run_s(requests, context, steps) == pytest.approx(one_by_one, rel=1e-9, abs=1e-12)
+    assert model.decode_s(requests, context, steps) == pytest.approx(one_by_one, rel=1e-9, abs=1e-12)
 
 
 @given(any_model, st.integers(2, 30_000), st.integers(0, 30_000), st.data())
@@ -83,7 +83,7 @@ def test_a_time_scale_scales_everything(model, factor, requests, context):
     scaled = Scaled(model, factor)
     assert scaled.prefill_s([(requests, context)]) == factor * model.prefill_s([(requests, context)])
     assert scaled.decode_s(requests, context) == factor * model.decode_s(requests, context)
-    assert scaled.decode_run_s(requests, context, 9) == factor * model.decode_run_s(requests, context, 9)
+    assert scaled.decode_s(requests, context, 9) == factor * model.decode_s(requests, context, 9)
 
 
 def test_a_cached_prefix_is_read_however_little_attends_to_it():
@@ -203,7 +203,7 @@ def vtc_modelled_s(input_tokens, output_tokens):
     """The same from the model: a batch that fills the pool at its end, divided by its size."""
     requests = 10_000 // (input_tokens + output_tokens)
     prefill_s = A10G_7B.prefill_s([(input_tokens, 0)] * requests)
-    return (prefill_s + A10G_7B.decode_run_s(requests, requests * input_tokens, output_tokens)) / requests
+    return (prefill_s + A10G_7B.decode_s(requests, requests * input_tokens, output_tokens)) / requests
 
 
 def preble_prefill_s(tokens):

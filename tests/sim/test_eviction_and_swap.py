@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from sglang_fair.core.vtc import Vtc
+from sglang_fair.core.slo import Slo
 from sglang_fair.sim.answers import answer
-from sglang_fair.sim.host import HostPool
-from sglang_fair.sim.replica import Event, Finished, Progress, Removed
+from sglang_fair.sim.evictions import HostPool
+from sglang_fair.sim.replica import Event, Finished, Progress, Removed, Replica, Settings, SimRequest
 from tests.sim.test_replica import SMALL, STEP, Seconds, drain, finished, new, packed, request
 from tests.support.budget import examples
 
@@ -26,75 +26,62 @@ def told_of(events: list[Event], name: str) -> list[int]:
 # ---- eviction
 
 
-def test_an_evicted_request_goes_on_at_the_next_token():
-    replica = new(replace(HOST, progress_steps=1), cost=Seconds(1.0, 0.01, 0.0, 0.0), events=False)
-    asked = request("r", 40, 12)
-    replica.arrive(asked, 0.0)
-    events = drain(replica, 4.0)
-    events += replica.evict(["r"], 4.2)
+def with_urgent(settings: Settings, written: int = 9, **fields) -> tuple[Replica, list[Event]]:
+    """A request of 300 tokens has written so many of 60 when one of 800 comes, which is due and has no room beside."""
+    settings = replace(settings, kv_tokens=1024, chunked_prefill_tokens=None, progress_steps=1)
+    replica = new(settings, Slo(**fields), events=False)
+    replica.arrive(request("old", 300, 60, tier=1), 0.0)
+    events = drain(replica, written)
+    due = request("new", 800, 20, client="b", deadline_s=written + 5.0)
+    events += replica.arrive(due, written)
     events += drain(replica)
-    assert told_of(events, "r") == list(range(1, 12))
-    assert finished(events)["r"].answer == answer(asked.tokens, 12)
-    assert (replica.meters.evictions, replica.meters.retractions) == (1, 0)
     replica.check_pool()
+    assert (replica.meters.evictions, replica.meters.retractions) == (
+        int(replica.queue.policy.evictions > 0),
+        0,
+    )
+    return replica, events
+
+
+@pytest.mark.parametrize("settings", [SMALL, HOST])
+def test_an_evicted_request_goes_on_at_the_next_token(settings):
+    _, events = with_urgent(settings)
+    assert told_of(events, "old") == list(range(1, 60))
+    assert finished(events)["old"].answer == answer(request("old", 300).tokens, 60)
+    assert [event.id for event in events if isinstance(event, Finished)] == ["new", "old"]
 
 
 def test_what_the_host_holds_is_not_computed_again():
-    """The cache keeps nothing of it: others need the whole pool meanwhile."""
-    replica = new(replace(HOST, kv_tokens=1024, chunked_prefill_tokens=None), events=False)
-    replica.arrive(request("old", 300, 60), 0.0)
-    drain(replica, 10.0)
-    replica.evict(["old"], 10.0)
-    replica.arrive(request("new", 800, 20, max_output_tokens=150), 10.0)
-    events = drain(replica)
-    assert [event.id for event in events if isinstance(event, Finished)] == ["new", "old"] or finished(events)
+    """The cache keeps nothing of it: the other one needs the whole pool meanwhile."""
+    replica, _ = with_urgent(HOST)
     assert replica.meters.extend_tokens < 300 + 800 + 2 * replica.settings.page_tokens
     assert replica.meters.loaded_tokens > 0
-    assert replica.host.used_tokens == 0
+    assert replica.evictions.host.used_tokens == 0
 
 
 def test_without_a_host_it_is_computed_again_at_the_servers_expense():
-    replica = new(replace(SMALL, kv_tokens=1024, chunked_prefill_tokens=None), Vtc(), events=False)
-    replica.arrive(request("old", 300, 60, client="a"), 0.0)
-    drain(replica, 10.0)
-    replica.evict(["old"], 10.0)
-    replica.arrive(request("new", 800, 20, client="b", max_output_tokens=150), 10.0)
-    drain(replica)
+    replica, _ = with_urgent(SMALL)
     ledger = replica.queue.account.ledger
-    assert ledger.usage("a").extend_tokens == 300
-    assert ledger.usage("a").output_tokens == 60
+    assert (ledger.usage("a").extend_tokens, ledger.usage("a").output_tokens) == (300, 60)
+    assert replica.meters.extend_tokens > 2 * 300 + 800
     assert replica.meters.loaded_tokens == 0
 
 
 def test_a_step_that_needs_what_has_not_left_yet_waits_for_the_link():
-    slow = replace(HOST, kv_tokens=1024, host_token_s=1.0, chunked_prefill_tokens=None)
-    replica = new(slow, events=False)
-    replica.arrive(request("old", 300, 60), 0.0)
-    drain(replica, 10.0)
-    replica.evict(["old"], 10.0)
-    replica.arrive(request("new", 800, 20, max_output_tokens=150), 10.0)
-    events = drain(replica)
+    replica, events = with_urgent(replace(HOST, host_token_s=1.0))
     assert replica.meters.host_wait_s > 100
-    first_s = next(event.t_s for event in events if isinstance(event, Progress) and event.id == "new")
-    assert first_s > 300
+    assert next(event.t_s for event in events if isinstance(event, Progress) and event.id == "new") > 300
 
 
-def test_who_does_not_decode_is_not_evicted():
-    replica = new(HOST, events=False)
-    replica.arrive(request("prompt", 200, 5), 0.0)  # in chunks of 64
-    replica.advance(0.0)
-    replica.evict(["prompt", "nobody"], 0.5)
-    replica.arrive(request("waits", 10, 5), 0.5)
-    replica.evict(["waits"], 0.5)
-    events = drain(replica)
-    assert replica.meters.evictions == 0
-    assert {name: one.output_tokens for name, one in finished(events).items()} == {"prompt": 5, "waits": 5}
+def test_a_policy_without_evictions_takes_nothing_back():
+    _, events = with_urgent(SMALL, evictions=0)
+    assert [event.id for event in events if isinstance(event, Finished)] == ["old", "new"]
 
 
 @pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(0, 3000))
 @hypothesis_settings(max_examples=examples(60))
-def test_nothing_is_lost_or_said_twice_whoever_is_taken_back_when(seed, host_tokens):
+def test_nothing_is_lost_or_said_twice_whatever_is_taken_back_when(seed, host_tokens):
     """Every request ends once, with all of its answer; tokens are told in order, once; the pool and the host add up."""
     rng = Random(seed)
     settings = replace(
@@ -104,27 +91,25 @@ def test_nothing_is_lost_or_said_twice_whoever_is_taken_back_when(seed, host_tok
         host_tokens=host_tokens,
         host_token_s=rng.choice([0.0, 0.01, 0.5]),
     )
-    replica = new(settings, cost=Seconds(0.5, 0.01, 0.0, 0.001), events=False)
-    asked = {
-        f"r{n}": request(f"r{n}", rng.randrange(1, 150), rng.randrange(1, 60), client=rng.choice("ab"))
-        for n in range(25)
-    }
+    replica = new(settings, Slo(evictions=16), cost=Seconds(0.5, 0.01, 0.0, 0.001), events=False)
     events: list[Event] = []
-    now_s, left = 0.0, list(asked)
-    aborted = set()
-    while left or replica.next_s < inf:
+    now_s, asked = 0.0, dict[str, SimRequest]()
+    while len(asked) < 40 or replica.next_s < inf:
         now_s += rng.expovariate(1.0)
-        if left and rng.random() < 0.5:
-            events += replica.arrive(asked[left.pop()], now_s)
+        if len(asked) < 40 and rng.random() < 0.5:
+            tier = rng.choice([0, 1, 1])
+            one = request(
+                f"r{len(asked)}", rng.randrange(1, 250), rng.randrange(1, 60), client=rng.choice("ab"), tier=tier,
+                deadline_s=None if tier else now_s + rng.expovariate(0.1),
+            )  # fmt: skip
+            asked[one.id] = one
+            events += replica.arrive(one, now_s)
         running = [job.id for job in replica.queue.running()]
-        if running and rng.random() < 0.4 and replica.meters.evictions < 200:
-            events += replica.evict(rng.sample(running, rng.randint(1, len(running))), now_s)
         if running and rng.random() < 0.05:
-            aborted.add(rng.choice(running))
-            events += replica.abort(rng.choice(sorted(aborted)), now_s)
+            events += replica.abort(rng.choice(running), now_s)
         events += replica.advance(now_s)
         replica.check_pool()
-        assert 0 <= replica.host.used_tokens <= host_tokens
+        assert 0 <= replica.evictions.host.used_tokens <= host_tokens
     ends = [event for event in events if isinstance(event, Finished)]
     assert sorted(event.id for event in ends) == sorted(asked)
     for end in ends:
@@ -134,7 +119,7 @@ def test_nothing_is_lost_or_said_twice_whoever_is_taken_back_when(seed, host_tok
         assert (
             end.answer == answer(asked[end.id].tokens, asked[end.id].output_tokens)[: 4 * end.output_tokens]
         )
-    assert replica.host.used_tokens == 0
+    assert replica.evictions.host.used_tokens == 0
     assert replica.queue.account.ledger.conservation().ok
 
 

@@ -43,10 +43,7 @@ class Seconds:
     def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
         return self.base_s + self.extend_token_s * sum(extend for extend, _ in extends)
 
-    def decode_s(self, requests: int, context_tokens: int) -> float:
-        return self.decode_run_s(requests, context_tokens, 1)
-
-    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
+    def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:
         context = context_tokens * steps + requests * (steps * (steps - 1) // 2)
         return steps * (self.base_s + self.request_s * requests) + self.context_token_s * context
 

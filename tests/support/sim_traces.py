@@ -257,10 +257,7 @@ class _Second:
     def prefill_s(self, extends: Any) -> float:
         return 1.0
 
-    def decode_s(self, requests: int, context_tokens: int) -> float:
-        return 1.0
-
-    def decode_run_s(self, requests: int, context_tokens: int, steps: int) -> float:
+    def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:
         return float(steps)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_fair.sim.cost_model import CostModel, kv_tokens, make_cost_model
+from sglang_fair.sim.evictions import HOST_BYTES_PER_S
 from sglang_fair.sim.gpus import GPUS
-from sglang_fair.sim.host import HOST_BYTES_PER_S
 from sglang_fair.sim.shapes import SHAPES
 
 HOST_WEIGHTS_PER_S = 20e9

@@ -16,27 +16,13 @@ start: no other code knows the architecture that its model folder names.
 """
 
 import os
-import pkgutil
 
 from sglang_fair.engines.emulated.settings import VARIABLE
+from sglang_fair.overlay import attach
 
 
 def install() -> None:
-    """Registers the hooks where an emulated GPU was asked for.
-
-    Raises SystemExit when SGLang is not what they were written for: SGLang's loader logs any other exception and
-    goes on.
-    """
-    if VARIABLE not in os.environ:
-        return
-    try:
-        from sglang.srt.plugins.hook_registry import HookRegistry
-
-        from sglang_fair.engines.emulated.hooks import HOOKS
-
-        for hook in HOOKS:
-            pkgutil.resolve_name(hook.target)
-    except (ImportError, AttributeError) as error:
-        raise SystemExit(f"sglang-fair: cannot emulate a GPU in this sglang: {error}") from error
-    for hook in HOOKS:
-        HookRegistry.register(hook.target, hook.function, hook.kind)
+    """Registers the hooks where an emulated GPU was asked for. SystemExit when SGLang is not what they were written
+    for."""
+    if VARIABLE in os.environ:
+        attach("sglang_fair.engines.emulated.hooks", "cannot emulate a GPU in this sglang")

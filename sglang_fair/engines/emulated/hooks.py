@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_fair.common.files import read_json
 from sglang_fair.engines import cpu
 from sglang_fair.engines.emulated import settings
+from sglang_fair.overlay import Hook
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.emulation import Emulation
 from sglang_fair.sim.gpu_clock import GpuClock
@@ -134,15 +134,6 @@ def request_table_made(result: Any, pool: Any, *args: Any, **kwargs: Any) -> Non
     """Makes the table anew in memory that the kernel gives zeroed at first use; torch.zeros writes all of it."""
     shape = tuple(pool.req_to_token.shape)
     pool.req_to_token = torch.from_numpy(np.zeros(shape, dtype=np.int32))
-
-
-@dataclass(frozen=True)
-class Hook:
-    """Attaches `function` to `target`, a dotted name, before, after, around or in place of it (`kind`)."""
-
-    target: str
-    function: Callable[..., Any]
-    kind: HookType
 
 
 _WORKER = "sglang.srt.managers.tp_worker.TpModelWorker."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_fair.overlay import load_file
+from sglang_fair.overlay.shared_file import LOAD_VARIABLE, share, shm_path_for
 from tests.support.live import Replica, check_nothing_is_shared_after
 
 EMULATED = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")
@@ -14,20 +14,20 @@ EMULATED = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")
 
 def test_it_is_made_once_and_children_open_it() -> None:
     environ: dict[str, str] = {}
-    load_file.replace(environ)
-    path = environ[load_file.VARIABLE]
-    load_file.replace(environ)
-    assert environ[load_file.VARIABLE] == path
+    share(LOAD_VARIABLE, 0, environ)
+    path = environ[LOAD_VARIABLE]
+    share(LOAD_VARIABLE, 0, environ)
+    assert environ[LOAD_VARIABLE] == path
     program = "import sys; open(sys.argv[1], 'r+').write('from the child')"
     subprocess.run([sys.executable, "-c", program, path], check=True)
     assert Path(path).read_text() == "from the child"
 
 
 def test_without_one_sglang_s_own_path_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(load_file.VARIABLE, raising=False)
-    assert load_file.shm_path_for("/dev/shm/its-own", "instance") == "/dev/shm/its-own"
-    monkeypatch.setenv(load_file.VARIABLE, "/proc/1/fd/3")
-    assert load_file.shm_path_for("/dev/shm/its-own", "instance") == "/proc/1/fd/3"
+    monkeypatch.delenv(LOAD_VARIABLE, raising=False)
+    assert shm_path_for("/dev/shm/its-own", "instance") == "/dev/shm/its-own"
+    monkeypatch.setenv(LOAD_VARIABLE, "/proc/1/fd/3")
+    assert shm_path_for("/dev/shm/its-own", "instance") == "/proc/1/fd/3"
 
 
 @pytest.mark.engine
