@@ -1,5 +1,6 @@
 """Admission: look-ups before a pass, requests that would compute the same, candidates that lost their prefix."""
 
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from sglang_fair.core.admission import (
     DEFERRALS_PER_PASS,
     Admission,
     Match,
-    samples,
+    block_of,
 )
 from sglang_fair.core.job import Job
 from sglang_fair.core.lpm import Lpm
@@ -364,7 +365,11 @@ def test_who_comes_is_looked_up_once_and_again_when_its_prefix_may_have_grown():
 # ---- what identifies a block
 
 
-def test_samples_are_the_first_uncached_tokens_and_two_parts_of_the_prefix():
-    assert samples(100, 500) == (100, 0, 50)
-    assert samples(100, 100 + BLOCK_TOKENS - 1) is None
-    assert samples(100, 100 + BLOCK_TOKENS) is not None
+def test_a_block_is_the_first_uncached_tokens_and_two_parts_of_the_prefix():
+    tokens = memoryview(array("I", range(500)))
+    block = block_of(tokens, 100, "root")
+    assert block[:2] == (100, "root")
+    assert [memoryview(part).cast("I")[0] for part in block[2:]] == [100, 0, 50]
+    assert {len(part) for part in block[2:]} == {4 * BLOCK_TOKENS}
+    assert block_of(tokens[: 100 + BLOCK_TOKENS - 1], 100) is None
+    assert block_of(tokens[: 100 + BLOCK_TOKENS], 100) is not None

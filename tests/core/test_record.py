@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_fair.common.record import MOST_FOUND, MOST_NAME
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core.job import Job
-from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import NS, Record
 from sglang_fair.core.waits import BATCH, CAUSES, DEFICIT, MEMORY, STEP
@@ -151,11 +149,11 @@ def test_one_that_was_taken_back_waits_for_memory() -> None:
     assert shown["waited_for_s"] == {MEMORY: 3}
 
 
-# ---- who lies
+# ---- without an engine
 
 
-def _record(policy: Policy | None = None, most: int = 100) -> Record:
-    return Record(policy or make_policy("dlpm"), most)
+def _record() -> Record:
+    return Record(make_policy("dlpm"))
 
 
 def _serve(record: Record, job: Job) -> None:
@@ -164,32 +162,6 @@ def _serve(record: Record, job: Job) -> None:
     record.end_pass(BATCH)
     record.computed(job)
     record.finish(job, "finished")
-
-
-def test_ten_thousand_names_and_ids_are_not_remembered() -> None:
-    record = _record()
-    for number in range(10_000):
-        record.tick(number)
-        _serve(record, Job(f"{number}" + "x" * 10_000, f"name {number}"))
-        record.refused(Job(f"refused {number}", f"name {number}"), "no")
-    assert len(record) == 100
-    names = record._recent._by_name
-    assert len(names) == 100
-    assert max(map(len, names)) <= MOST_NAME
-    assert len(record.waits) == len(record._overtakes) == 0
-
-
-def test_an_id_that_comes_again_hides_nobody() -> None:
-    """Somebody sends the id of another one's request a thousand times, while that waits."""
-    record = _record()
-    record.arrive(Job("id", "victim"))
-    for _ in range(1000):
-        _serve(record, Job("id", "liar"))
-    assert [found["client"] for found in record.find("id", "victim")] == ["victim"]
-    assert len(record.find("id")) == MOST_FOUND
-    assert {found["client"] for found in record.find("id", "liar")} == {"liar"}
-    assert len(record) == 101
-    assert record.find("id", "nobody") == record.find("another") == []
 
 
 @every_policy
