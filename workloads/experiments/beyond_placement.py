@@ -8,10 +8,10 @@ from statistics import fmean
 
 from workloads.clients import SCENARIOS, Client
 from workloads.experiments import dlpm_setting as dlpm
-from workloads.experiments.claims import Claim, Entry, Part, Table, at_least, claim, graded
+from workloads.experiments.claims import Claim, Part, Table, at_least, claim, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
 from workloads.experiments.dlpm_a10g import trees
-from workloads.experiments.dlpm_setting import KINDS, MAX_RUNNING
+from workloads.experiments.dlpm_setting import DIFFERENCE, KINDS, MAX_RUNNING, Point
 from workloads.experiments.plots import Figure, Panel, Panels
 from workloads.experiments.senders import clients_of, conversations, sender, traffic
 from workloads.programs import PackedCodec
@@ -113,7 +113,7 @@ class Contest(Simulated):
         outside = [
             point
             for point in grid.points
-            for run in grid.get(point, OURS).runs
+            for run in at[f"{point.name}.{OURS}"].runs
             if None not in (run["difference"], run["bound"]) and run["difference"] > run["bound"]
         ]
         yield claim(
@@ -122,18 +122,15 @@ class Contest(Simulated):
                 be borrowed | outside it in {len(outside)} runs""",
         )
         late = "latency of the well-behaved clients, s (> where the run ended before)"
-        for what, field in (
-            ("Throughput: Figure 7 in units/s of service with prompts in full, others in tokens/s", "rate"),
-            (f"P50 {late}", "p50"),
-            (f"P99 {late}", "p99"),
-            (
-                "Largest difference of actual service between clients while both are backlogged, units",
-                "difference",
-            ),
-        ):
-            labels = ["by queues", *(CONTENDERS[name].label for name in OTHERS)]
-            head = " | ".join(["setting", "D", *labels])
-            yield Table(what, head, [grid.row(point, field) for point in grid.points])
+        head = " | ".join(["setting", "D", "by queues", *(CONTENDERS[name].label for name in OTHERS)])
+        for field, what in {
+            "rate": "Throughput: Figure 7 in units/s of service with prompts in full, others in tokens/s",
+            "p50": f"P50 {late}",
+            "p99": f"P99 {late}",
+            "difference": DIFFERENCE,
+        }.items():
+            lines = [grid.row(point.setting, point, CONTENDERS, field) for point in grid.points]
+            yield Table(what, head, lines)
         caption = "Above: throughput over the best of all. Below: P99 of the well-behaved clients over ours."
         yield Figure("throughput", caption, _plot(grid))
 
@@ -142,11 +139,6 @@ def settings(number: int) -> list[str]:
     """What is run on so many GPUs."""
     mixes = [*(f"{CHAT}-{count}" for count in CONVERSATIONS), PRODUCTION, TRACE]
     return [*mixes, *([FIGURE_10] if number in LENGTHS_S[FIGURE_10] else []), *FIGURE_7]
-
-
-def enough(point: str) -> float:
-    """Which part of the best throughput is to be reached."""
-    return ENOUGH.get(point.rpartition("-d")[0], ENOUGH_ELSE)
 
 
 # ---- a production mix: hundreds of clients after ServeGen's profiles, prefixes after Mooncake's trace
@@ -266,64 +258,35 @@ def _replayed(spec: TrafficSpec, seed: str) -> list[Client]:
 # ---- what the claims are about
 
 
-class Grid:
-    """All results, by point (a setting on so many GPUs) and contender."""
+class Grid(dlpm.Grid):
+    def over(self, one: str, other: str, what: str) -> dict[Point, float]:
+        """A contender's number over another's."""
+        return {at: self.number(at, one, what) / self.number(at, other, what) for at in self.points}
 
-    def __init__(self, results: Mapping[str, Result]) -> None:
-        self._results = results
-        self.points = list(dict.fromkeys(name.partition(".")[0] for name in results))
-
-    def path(self, point: str, what: str) -> str:
-        """The field of a measure."""
-        setting = point.rpartition("-d")[0]
-        if what == "rate":
-            return "service_rate" if setting in FIGURE_7 else "tokens_per_s"
-        if what not in ("p50", "p99"):
-            return what
-        programs = setting == FIGURE_10 or (setting in FIGURE_7 and SCENARIOS[setting].app != "qa")
-        return f"{'' if programs else 'ttft_'}{what}_s"
-
-    def get(self, point: str, name: str) -> Result:
-        return self._results[f"{point}.{name}"]
-
-    def number(self, point: str, name: str, what: str) -> float:
-        return self.get(point, name)[self.path(point, what)]
-
-    def best(self, point: str) -> float:
+    def best(self, point: Point) -> float:
         """The throughput of the best of all, us included."""
         return max(self.number(point, name, "rate") for name in CONTENDERS)
 
-    def beaten(self, point: str, percent: int) -> str:
+    def beaten(self, point: Point, percent: int) -> str:
         """In words, if another's latency is lower than ours by more than `AHEAD`, and by more than seeds differ."""
-        path = self.path(point, f"p{percent}")
-        ours = self.get(point, OURS).values(path)
+        what = f"p{percent}"
+        latencies = {
+            name: self._at[point, name].values(dlpm.path(point.setting, what)) for name in CONTENDERS
+        }
         for name in OTHERS:
-            theirs = self.get(point, name).values(path)
-            if theirs and ours and max(theirs) < (1 - AHEAD) * min(ours):
-                label = CONTENDERS[name].label
-                part = self.number(point, name, f"p{percent}") / self.number(point, OURS, f"p{percent}")
-                return f"{in_words(point)}: {label}'s P{percent} {part:.2f}×"
+            if latencies[name] and max(latencies[name]) < (1 - AHEAD) * min(latencies[OURS]):
+                part = self.over(name, OURS, what)[point]
+                return f"{point.words}: {CONTENDERS[name].label}'s P{percent} {part:.2f}×"
         return ""
-
-    def row(self, point: str, what: str) -> list[Entry]:
-        setting, _, number = point.rpartition("-d")
-        path = self.path(point, what)
-        return [setting, number, *(dlpm.shown(self.get(point, name), path) for name in CONTENDERS)]
-
-
-def in_words(point: str) -> str:
-    """A point as people read it."""
-    setting, _, number = point.rpartition("-d")
-    return f"{setting}, D = {number}"
 
 
 def _throughput(grid: Grid) -> Iterator[Claim]:
     parts = {point: grid.number(point, OURS, "rate") / grid.best(point) for point in grid.points}
-    short = [point for point, part in parts.items() if part < enough(point)]
-    usual = [part for point, part in parts.items() if enough(point) == ENOUGH_ELSE]
+    short = [point for point, part in parts.items() if part < ENOUGH.get(point.setting, ENOUGH_ELSE)]
+    usual = [part for point, part in parts.items() if point.setting not in ENOUGH]
     if usual:
         judges, mixes = (
-            min(part for point, part in parts.items() if what in point) for what in ("judge-s1", PRODUCTION)
+            min(part for point, part in parts.items() if point.setting == what) for what in ENOUGH
         )
         yield claim(
             graded(not short, 4 * len(short) <= len(parts)),
@@ -335,15 +298,12 @@ def _throughput(grid: Grid) -> Iterator[Claim]:
                 more of it. The rest is within a few percent.""",
         )
     for name in ("d2lpm", "preble", "cache-aware", "lmetric"):
-        gains = {
-            point: grid.number(point, OURS, "rate") / grid.number(point, name, "rate")
-            for point in grid.points
-        }
-        where, mean = min(gains, key=lambda point: gains[point]), fmean(gains.values())
+        gains = grid.over(OURS, name, "rate")
+        (least, where), mean = min((gain, point) for point, gain in gains.items()), fmean(gains.values())
         yield claim(
             at_least(mean, 1, 0.98),
             f"""Its throughput beside {CONTENDERS[name].label}'s | | mean {mean:.3f}×, at least
-                {gains[where]:.2f}× ({in_words(where)}) | As said of the best of all.""",
+                {least:.2f}× ({where.words}) | As said of the best of all.""",
         )
 
 
@@ -357,13 +317,9 @@ def _latency(grid: Grid) -> Iterator[Claim]:
             {"; ".join(late) or "nowhere"} | Where nothing is overloaded everybody's latency is about the
             same, and a scheduler that is not fair serves small requests as well.""",
     )
-    figure_7 = [point for point in grid.points if point.rpartition("-d")[0] in FIGURE_7]
     for name, asked in (("preble", 2.3), ("rr", 4.06), ("vtc", 3.5)):
-        ratios = [
-            grid.number(point, name, what) / grid.number(point, OURS, what)
-            for point in figure_7
-            for what in ("p50", "p99")
-        ]
+        found = [grid.over(name, OURS, what) for what in ("p50", "p99")]
+        ratios = [one[point] for point in grid.points if point.setting in FIGURE_7 for one in found]
         mean, below = fmean(ratios), sum(one < 1 for one in ratios)
         yield claim(
             at_least(mean, asked, 0.6 * asked),
@@ -378,12 +334,12 @@ def _latency(grid: Grid) -> Iterator[Claim]:
 def _plot(grid: Grid) -> Panels:
     names = (OURS, "d2lpm", "preble", "lmetric", "vtc")
 
-    def panel(unit: str, what: str, over: Callable[[str], float], log: str = "") -> Panel:
+    def panel(unit: str, what: str, over: Callable[[Point], float], log: str = "") -> Panel:
         bars = {
             CONTENDERS[name].label: [grid.number(point, name, what) / over(point) for point in grid.points]
             for name in names
         }
-        return Panel(y=unit, bars=bars, groups=grid.points, log=log)
+        return Panel(unit, bars=bars, groups=[point.name for point in grid.points], log=log)
 
     return [
         [panel("throughput, × the best", "rate", grid.best)],

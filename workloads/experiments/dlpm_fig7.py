@@ -1,19 +1,21 @@
 """DLPM, Figure 7: three kinds of programs, two kinds of misbehaviour, one to eight A100s, five schedulers. And what
 its ratios depend on: load, the run's length, limits of a replica, quanta."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 from workloads.clients import SCENARIOS
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Claim, Part, Table, claim, graded, shown
 from workloads.experiments.contract import SEEDS, Json, Result, Row
-from workloads.experiments.dlpm_setting import KINDS, SCHEDULERS, SHIPPED_STEPS, is_cut, latency
+from workloads.experiments.dlpm_setting import KINDS, SCHEDULERS, SHIPPED_STEPS, Point, is_cut
 from workloads.experiments.plots import Figure, Panel, Panels
 
 PANELS = (("qa-s1", "tot-s1", "judge-s1"), ("qa-s2", "tot-s2", "judge-s2"))
 """Scenarios as the panels lie: more requests above, longer prefixes below."""
+
+SCENARIO_NAMES = (*PANELS[0], *PANELS[1])
 
 NUMBERS = (1, 2, 4, 8)
 """Of GPUs. With the largest there is one seed, with the others there are three."""
@@ -44,9 +46,6 @@ PAPER: Mapping[tuple[str, str], tuple[float, float | None]] = {
 }
 """D2LPM's gain: the largest, and the mean."""
 
-Point = tuple[str, int]
-"""Scenario and number of replicas."""
-
 
 class Figure7(dlpm.ScenarioExperiment):
     id = "dlpm-fig7"
@@ -71,7 +70,7 @@ class Figure7(dlpm.ScenarioExperiment):
             runs: list[tuple[str, str, Mapping[str, Json]]] = [(name, name, {}) for name in names]
             runs.append((STALL_BOUND, "d2lpm", SHIPPED_STEPS))
             seeds = SEEDS[:1] if replicas == max(NUMBERS) else None
-            for scenario in (*PANELS[0], *PANELS[1]):
+            for scenario in SCENARIO_NAMES:
                 for column, scheduler, more in runs:
                     name = f"{scenario}-d{replicas}-{column}"
                     site, sent = dlpm.scenario(scenario, scheduler, replicas, **more)
@@ -82,25 +81,27 @@ class Figure7(dlpm.ScenarioExperiment):
         yield from _throughput(grid)
         yield from _fairness(grid)
         yield from _latency(grid)
-        if grid.get(("tot-s2", 8), "rr"):
+        if grid.get(Point("tot-s2", 8), "rr"):
             yield from _dealt_out_trees(grid)
         yield _gains_table(grid)
-        for measure in MEASURES:
-            yield _table(grid, measure)
-            if measure.unit:
-                yield Figure(measure.name, measure.caption, _panels(grid, measure), one_scale=False)
+        head = f"workload | D | {' | '.join(COLUMNS.values())}"
+        for what, (title, unit, caption) in MEASURES.items():
+            lines = [grid.row(_workload(point.setting), point, COLUMNS, what) for point in grid.points]
+            yield Table(title, head, lines)
+            if unit:
+                name = "throughput" if what == "rate" else what.replace("_", "-")
+                yield Figure(name, caption, _panels(grid, what, unit), one_scale=False)
         yield from _notes(grid)
 
 
 # ---- results by where they stand in the figure
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(NamedTuple):
     """One scheduler's number over another's at one point; a lower bound if `at_least`."""
 
-    point: Point
     value: float
+    point: Point
     at_least: bool = False
 
 
@@ -108,9 +109,8 @@ class Gain:
     """Ratios at several points."""
 
     def __init__(self, ratios: Sequence[Ratio]) -> None:
-        self.points = len(ratios)
+        self.points, self.lowest = len(ratios), min(ratios, key=lambda one: one.value)
         self.most = max(ratios, key=lambda one: one.value)
-        self.lowest = min(ratios, key=lambda one: one.value)
         self.mean = fmean(one.value for one in ratios)
         self.below = sum(one.value < 1 for one in ratios)
 
@@ -125,58 +125,47 @@ class Gain:
         return f"{self.lowest.value:.2f} to {self.most.value:.2f} times"
 
 
-class Grid:
-    """All results of the figure."""
+class Grid(dlpm.Grid):
+    """Points scenario by scenario."""
 
     def __init__(self, results: Mapping[str, Result]) -> None:
-        self._results = results
-        self.numbers = sorted({result.cell.site.replicas for result in results.values()})
-        self.points: list[Point] = [
-            (name, number) for row in PANELS for name in row for number in self.numbers
-        ]
+        super().__init__(results)
+        self.points.sort(key=lambda point: SCENARIO_NAMES.index(point.setting))
+        self.numbers = sorted({point.number for point in self.points})
 
-    def get(self, point: Point, scheduler: str) -> Result | None:
-        """None where a scheduler has no point of its own."""
-        return self._results.get(f"{point[0]}-d{point[1]}-{scheduler}")
-
-    def ratios(self, path: Callable[[str], str], over: str, under: str) -> Iterator[Ratio]:
-        """One scheduler's number over another's, wherever both have one. `path` gives a scenario's field. Where the
-        lower number is a latency that was cut off there is no ratio."""
+    def ratios(self, what: str, over: str, under: str) -> Iterator[Ratio]:
+        """One scheduler's number over another's, wherever both have one. Where the lower number is a latency that was
+        cut off there is no ratio."""
         for point in self.points:
-            one, other, at = self.get(point, over), self.get(point, under), path(point[0])
-            if one is None or other is None or (at.endswith("_s") and is_cut(other, at)):
-                continue
-            more, less = one.median(at), other.median(at)
-            if more is not None and less:
-                yield Ratio(point, more / less, at.endswith("_s") and is_cut(one, at))
+            one, other, path = self.get(point, over), self.get(point, under), dlpm.path(point.setting, what)
+            if one is not None and other is not None and not is_cut(other, path):
+                more, less = one.median(path), other.median(path)
+                if more is not None and less:
+                    yield Ratio(more / less, point, is_cut(one, path))
 
     def rates(self, under: str, over: str = "d2lpm") -> list[Ratio]:
         """Ratios of the service rate."""
-        return list(self.ratios(lambda _: "service_rate", over, under))
+        return list(self.ratios("rate", over, under))
 
-    def latencies(self, over: str, percents: Iterable[int] = (50, 99)) -> list[Ratio]:
+    def latencies(self, over: str, percents: Iterable[str] = ("p50", "p99")) -> list[Ratio]:
         """Ratios of the percentiles of the well-behaved clients' latency, over D2LPM's."""
-        return [
-            one
-            for percent in percents
-            for one in self.ratios(lambda scenario, at=percent: latency(scenario, at), over, "d2lpm")  # type: ignore[misc]
-        ]
+        return [one for percent in percents for one in self.ratios(percent, over, "d2lpm")]
 
     def fields(
-        self, path: str, scheduler: str, scenarios: Sequence[str], numbers: Iterable[int]
+        self, path: str, scheduler: str, scenarios: Iterable[str], numbers: Iterable[int]
     ) -> list[float]:
         """A field at some points, where it is known."""
-        found = (self.get((name, number), scheduler) for name in scenarios for number in numbers)
+        found = (self.get(Point(name, number), scheduler) for name in scenarios for number in numbers)
         return [value for one in found if one is not None and (value := one.median(path)) is not None]
 
     def judges_lower(self, name: str) -> float:
         """By what part the P99 of judgements with longer prefixes is lower than D2LPM's, at most."""
-        return 1 - min(one.value for one in self.latencies(name, (99,)) if one.point[0] == "judge-s2")
+        return 1 - min(one.value for one in self.latencies(name, ["p99"]) if one.point.setting == "judge-s2")
 
 
 def place(point: Point) -> str:
     """A point in words."""
-    return f"{_workload(point[0])}, D = {point[1]}"
+    return f"{_workload(point.setting)}, D = {point.number}"
 
 
 def _workload(scenario: str) -> str:
@@ -311,58 +300,23 @@ def _dealt_out_trees(grid: Grid) -> Iterator[Claim]:
 # ---- tables, plots, notes
 
 
-@dataclass(frozen=True, slots=True)
-class GridMeasure:
-    """One number of each run. `path` gives the field for a scenario."""
-
-    name: str
-    title: str
-    path: Callable[[str], str]
-    unit: str = ""
-    """Of the figure's axis; without one there is no figure."""
-    caption: str = ""
-    top: float | None = None
-
-
 _OF = "latency of the well-behaved clients, s (of QA: TTFT; > where the run ended before)"
 _CAPTION = "of the well-behaved clients: a program's time, of QA the time to first token."
-MEASURES = (
-    GridMeasure(
-        "throughput",
-        "Service rate, units/s",
-        lambda _: "service_rate",
-        "units/s",
-        "Service rate of all clients while programs arrive.",
-    ),
-    GridMeasure(
-        "actual",
-        "Actual service rate (extend tokens and outputs), units/s",
-        lambda _: "actual_rate",
-    ),
-    GridMeasure(
-        "jain",
+MEASURES = {
+    "rate": ("Service rate, units/s", "units/s", "Service rate of all clients while programs arrive."),
+    "actual_rate": ("Actual service rate (extend tokens and outputs), units/s", "", ""),
+    "jain": (
         "Jain's index of the clients' service rates",
-        lambda _: "jain",
         "Jain's index",
         "Jain's index, over the time that all clients are active.",
-        1.03,
     ),
-    GridMeasure("p50", f"P50 {_OF}", lambda scenario: latency(scenario, 50), "P50, s", f"P50 {_CAPTION}"),
-    GridMeasure("p99", f"P99 {_OF}", lambda scenario: latency(scenario, 99), "P99, s", f"P99 {_CAPTION}"),
-    GridMeasure(
-        "hit-rate", "Hit rate", lambda _: "hit_rate", "hit rate", "Part of the prompts that was cached."
-    ),
-    GridMeasure(
-        "difference",
-        "Largest difference of actual service between clients while both are backlogged, units",
-        lambda _: "difference",
-    ),
-    GridMeasure(
-        "imbalance",
-        "Prompt tokens computed by the busiest replica over the average",
-        lambda _: "imbalance",
-    ),
-)
+    "p50": (f"P50 {_OF}", "P50, s", f"P50 {_CAPTION}"),
+    "p99": (f"P99 {_OF}", "P99, s", f"P99 {_CAPTION}"),
+    "hit_rate": ("Hit rate", "hit rate", "Part of the prompts that was cached."),
+    "difference": (dlpm.DIFFERENCE, "", ""),
+    "imbalance": ("Prompt tokens computed by the busiest replica over the average", "", ""),
+}
+"""The title of its table, and of its figure, if there is one, the unit and the caption."""
 
 
 def _gains_table(grid: Grid) -> Table:
@@ -380,44 +334,23 @@ def _gains_table(grid: Grid) -> Table:
     )
 
 
-def _table(grid: Grid, measure: GridMeasure) -> Table:
-    def entry(point: Point, name: str) -> str:
-        result = grid.get(point, name)
-        return shown(None) if result is None else dlpm.shown(result, measure.path(point[0]))
-
-    return Table(
-        measure.title,
-        f"workload | D | {' | '.join(COLUMNS.values())}",
-        [
-            [_workload(point[0]), f"{point[1]}", *(entry(point, name) for name in COLUMNS)]
-            for point in grid.points
-        ],
-    )
-
-
-def _panels(grid: Grid, measure: GridMeasure) -> Panels:
+def _panels(grid: Grid, what: str, unit: str) -> Panels:
     """A panel for each workload, a line for each scheduler."""
 
     def panel(scenario: str) -> Panel:
         lines = {}
         for scheduler, label in COLUMNS.items():
-            found = [
-                (number, result.median(measure.path(scenario)))
-                for number in grid.numbers
-                if (result := grid.get((scenario, number), scheduler)) is not None
-            ]
-            lines[label] = [number for number, _ in found], [value for _, value in found]
-        title = _workload(scenario)
-        return Panel(
-            y=measure.unit, x="D, GPUs", title=title, lines=lines, swept=True, log="x", top=measure.top
-        )
+            there = {n: one for n in grid.numbers if (one := grid.get(Point(scenario, n), scheduler))}
+            lines[label] = list(there), [one.median(dlpm.path(scenario, what)) for one in there.values()]
+        top = 1.03 if what == "jain" else None
+        return Panel(unit, lines, "D, GPUs", _workload(scenario), swept=True, log="x", top=top)
 
     return [[panel(scenario) for scenario in row] for row in PANELS]
 
 
 def _notes(grid: Grid) -> Iterator[str]:
     rate = Gain(grid.rates("d2lpm", over=STALL_BOUND))
-    p50, p99 = (Gain(grid.latencies(STALL_BOUND, (percent,))) for percent in (50, 99))
+    p50, p99 = (Gain(grid.latencies(STALL_BOUND, [percent])) for percent in ("p50", "p99"))
     yield f"""Replicas have a bound on prefill steps by default ({SHIPPED_STEPS["stall_ms"]:.0f} ms, and the target
         that goes with it), which the paper does not have: "D2LPM, stall bound" is D2LPM with it, all else is
         without. It serves {rate.span} as much, {rate.mean:.2f} in the mean; the well-behaved clients' P50 is
@@ -431,11 +364,8 @@ def _notes(grid: Grid) -> Iterator[str]:
     yield f"""QA's ratios beside RR+LPM and VTC are larger than the paper's largest. All eight questions about a
         document come at once here, so round robin computes the document on every GPU: of QA's prompts in S1
         {hits:.0%} are cached with most GPUs. The paper does not say how its questions arrive."""
-    first = [
-        f"D = {one.point[1]}"
-        for one in grid.latencies("vtc", (99,))
-        if one.point[0] == "tot-s1" and one.value < 1
-    ]
+    late = [one.point for one in grid.latencies("vtc", ["p99"]) if one.value < 1]
+    first = [f"D = {point.number}" for point in late if point.setting == "tot-s1"]
     yield f"""For trees of S1, VTC's P99 is lower than D2LPM's at {", ".join(first) or "no number of GPUs"}. It
         spreads a client over all GPUs, while D2LPM keeps a tree where its prefix is, for as long as the client has
         credit there, behind the client's other requests. With a sixteenth of Q^w this is gone, and a part of the

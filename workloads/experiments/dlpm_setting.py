@@ -20,9 +20,12 @@ Clients have as many connections as they like, so requests wait at the replicas,
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from re import fullmatch
+from typing import NamedTuple
 
 from sglang_fair.settings.table import Cluster
 from workloads.clients import SCENARIOS, Client, Scale
+from workloads.experiments.claims import Entry
 from workloads.experiments.contract import Cell, Json, Result, Simulated, TrafficSpec
 from workloads.experiments.plots import Panel, Panels
 from workloads.experiments.senders import FromSenders
@@ -250,19 +253,64 @@ def _client(client: ClientSummary) -> dict[str, Json]:
     return {name: getattr(client, name) for name in kept}
 
 
-def latency(scenario: str, percent: int) -> str:
-    """The field with the latency that Figure 7 shows: of a program, for QA of a request's first token."""
-    return f"{'ttft_' if SCENARIOS[scenario].app == 'qa' else ''}p{percent}_s"
+DIFFERENCE = "Largest difference of actual service between clients while both are backlogged, units"
+
+
+class Point(NamedTuple):
+    """A setting on so many GPUs."""
+
+    setting: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting}-d{self.number}"
+
+    @property
+    def words(self) -> str:
+        return f"{self.setting}, D = {self.number}"
+
+
+class Grid:
+    """Results by point and scheduler, which are what cells' names have."""
+
+    def __init__(self, results: Mapping[str, Result]) -> None:
+        self._at: dict[tuple[Point, str], Result] = {}
+        for name, result in results.items():
+            found = fullmatch(r"(.+)-d(\d+)[-.](.+)", name)
+            assert found, name
+            self._at[Point(found[1], int(found[2])), found[3]] = result
+        self.points = list(dict.fromkeys(point for point, _ in self._at))
+
+    def get(self, point: Point, scheduler: str) -> Result | None:
+        """None where a scheduler has no point of its own."""
+        return self._at.get((point, scheduler))
+
+    def number(self, point: Point, scheduler: str, what: str) -> float:
+        return self._at[point, scheduler][path(point.setting, what)]
+
+    def row(self, title: str, point: Point, schedulers: Iterable[str], what: str) -> list[Entry]:
+        """Of a table. A latency that is a lower bound is marked with ">", and a dash is what there is not."""
+        field, row = path(point.setting, what), list[Entry]([title, f"{point.number}"])
+        for one in (self.get(point, name) for name in schedulers):
+            row.append(None if one is None else ("> " if is_cut(one, field) else "") + one.shown(field))
+        return row
+
+
+def path(setting: str, what: str) -> str:
+    """The field of a measure. Latency is a program's for trees and judgements, elsewhere a first token's."""
+    scenario = SCENARIOS.get(setting)
+    if what == "rate":
+        return "service_rate" if scenario else "tokens_per_s"
+    if what not in ("p50", "p99"):
+        return what
+    programs = scenario.app != "qa" if scenario else setting == "fig10"
+    return f"{'' if programs else 'ttft_'}{what}_s"
 
 
 def is_cut(result: Result, path: str) -> bool:
     """Whether the latency at `path` is a lower bound, because the run ended first."""
     return any(run.get(path.removesuffix("_s") + "_cut") for run in result.runs)
-
-
-def shown(result: Result, path: str) -> str:
-    """For a table; a latency that is a lower bound is marked with ">"."""
-    return ("> " if path.endswith("_s") and is_cut(result, path) else "") + result.shown(path)
 
 
 PLOTTED = 4
