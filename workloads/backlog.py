@@ -1,15 +1,12 @@
-"""When were clients backlogged in a run, and how far did their services differ meanwhile?
+"""When clients were backlogged in a run, and how far their services differed meanwhile.
 
 A client is *backlogged* while it has a waiting request at every replica at every instant, which is what DLPM's proofs
 for a cluster assume. A client that runs dry for a moment loses what it is owed, and its difference to others is no
 longer bounded; so a doubtful moment ends an interval here.
 
-With samples, service is what the replicas have charged. A client is backlogged from one round of samples to the next
+Service is what the replicas have charged by their samples. A client is backlogged from one round of samples to the next
 if every replica reports a waiting request of the client in both, and its queue was not empty in between: `backlog` is
-a number that changes each time the client begins to wait.
-
-Without samples, only records are left: a request then waits from when it was sent until its first token. This
-overstates waiting by transport and prefill, so the difference may exceed the bound.
+a number that changes each time the client begins to wait. Without samples nothing is known.
 
 The bound is the replicas' own, summed over them: 2·|workers|·(U + Q^u) for DLPM (Theorem 5.1).
 """
@@ -20,45 +17,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sglang_fair.core.fairness import Curve, Interval, common, merge, service_difference, service_lag
+from sglang_fair.core.fairness import Curve, Interval, service_difference, service_lag
 from workloads.records import Run, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Service difference and lag while clients were backlogged, and whether replicas or records measured them."""
+    """Service difference and lag while clients were backlogged."""
 
-    measured_by: str | None = None
     difference: float | None = None
     lag: float | None = None
     together_s: float | None = None
     bound: float | None = None
 
     @classmethod
-    def of(cls, run: Run, names: Sequence[str], actual: Mapping[str, Curve] | None) -> "Backlog":
-        bound = _sampled_bound(run)
-        if run.samples:
-            curves, waiting = _from_samples(run, names)
-            return cls._measure("replicas", curves, waiting, bound)
-        if actual is None:
-            return cls(bound=bound)
-        return cls._measure("records", actual, _from_records(run, names), bound)
-
-    @classmethod
-    def _measure(
-        cls,
-        measured_by: str,
-        curves: Mapping[str, Curve],
-        waiting: Mapping[str, Sequence[Interval]],
-        bound: float | None,
-    ) -> "Backlog":
-        return cls(
-            measured_by=measured_by,
-            difference=service_difference(curves, waiting),
-            lag=service_lag(curves, waiting),
-            together_s=_together_s(waiting),
-            bound=bound,
-        )
+    def of(cls, run: Run, names: Sequence[str]) -> "Backlog":
+        if not run.samples:
+            return cls()
+        curves, waiting = _from_samples(run, names)
+        difference, lag = service_difference(curves, waiting), service_lag(curves, waiting)
+        return cls(difference, lag, _together_s(waiting), _sampled_bound(run))
 
 
 def _together_s(waiting: Mapping[str, Sequence[Interval]]) -> float:
@@ -111,27 +89,6 @@ def _waits(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
     """Whether a client waited at a replica from one round to the next."""
     waited = before.get("waiting", 0) > 0 and after.get("waiting", 0) > 0
     return waited and "backlog" in before and before["backlog"] == after.get("backlog")
-
-
-def _from_records(run: Run, names: Sequence[str]) -> Mapping[str, Sequence[Interval]]:
-    """Times in which every replica has a request of the client that was sent and has no token yet."""
-    workers = run.manifest.workers or len({record.worker for record in run.requests})
-    spans: dict[tuple[str, str], list[Interval]] = defaultdict(list)
-    for record in run.requests:
-        if record.t_start_s is not None and (record.worker is not None or workers == 1):
-            end_s = record.t_done_s if record.t_first_token_s is None else record.t_first_token_s
-            place = "" if workers == 1 else str(record.worker)
-            spans[record.client, place].append((record.t_start_s, end_s))
-    places = sorted({place for _, place in spans})
-    if not places or len(places) < workers:
-        return dict.fromkeys(names, ())
-    waiting: dict[str, Sequence[Interval]] = {}
-    for name in names:
-        everywhere = merge(spans[name, places[0]])
-        for place in places[1:]:
-            everywhere = common(everywhere, spans[name, place])
-        waiting[name] = everywhere
-    return waiting
 
 
 def _sampled_bound(run: Run) -> float | None:

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from sglang_fair.settings import table
 from sglang_fair.settings.setting import changed, command_line
 from sglang_fair.sim.gpu_clock import since
-from workloads.clients import Client
+from workloads.clients import Client, client_facts
 from workloads.driver import Driver, Endpoint
-from workloads.records import Manifest, Records, Run
+from workloads.records import Cell, Manifest, Records, Run, stamp
 from workloads.session import Plan, SessionProgress
 
 NameT = TypeVar("NameT")
@@ -135,21 +135,35 @@ def drive(
     cluster: Cluster,
     clients: Sequence[Client],
     plan: Plan,
-    manifest: Manifest,
+    cell: Cell,
     *,
-    tag: str,
+    reported: Mapping[str, Any] | None = None,
+    case: Mapping[str, Any] | None = None,
     path: Path | None = None,
     sampled: bool = False,
     watch: Callable[[SessionProgress], None] | None = None,
 ) -> tuple[Run, list[Mapping[str, float]]]:
-    """One run, with empty caches and clients whose names end in `tag`, so that it inherits nothing. `sampled`: with the
+    """One run, with empty caches and clients whose names have a tag, so that it inherits nothing. `sampled`: with the
     replicas' accounts.
 
     Returns also what each emulated GPU's clock has counted meanwhile; nothing for real engines. Raises ClusterError.
     """
+    manifest = Manifest(
+        workload=cell.workload,
+        scheduler=cell.scheduler,
+        clients=client_facts(clients),
+        duration_s=plan.duration_s,
+        workers=len(cluster.replicas),
+        seed=cell.seed,
+        repeat=cell.repeat,
+        reported=reported or {},
+        case=case or {},
+        **stamp(),
+    )
     flush(cluster)
     before, began_s = _clocks(cluster), time.monotonic()
     replicas = {f"r{place}": url for place, url in enumerate(cluster.replicas)} if sampled else {}
+    tag = f"@{cell.workload}.{cell.seed}"
     with Records(path, manifest) as records:
         driver = Driver(
             Endpoint(cluster.gateway), clients, plan, records, replicas=replicas, tag=tag, watch=watch

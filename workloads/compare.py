@@ -7,36 +7,49 @@ python -m workloads.compare --resume results/compare-20260131-120000     # only 
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from sglang_fair.models.catalog import EMULATED
 from sglang_fair.settings import table
 from sglang_fair.settings.commands import Option, PassedOn, run
 from sglang_fair.settings.program import option_of
-from sglang_fair.settings.setting import settings_of
+from sglang_fair.sim.gpu_clock import in_words
 from workloads.clients import SCENARIOS, SMALL, Scale
-from workloads.clusters import ClusterError, SpawnCluster, StartCluster
+from workloads.clusters import Cluster, ClusterError, SpawnCluster, StartCluster, drive, turns, verify
 from workloads.datasets import read_codec
 from workloads.measures import summarize
-from workloads.report import number
-from workloads.runs import options
-from workloads.runs.case import EACH_PLACEMENT
-from workloads.runs.comparison import show
-from workloads.runs.live import Comparison, LiveCase
-from workloads.runs.probe import Probe
-from workloads.terminal import make_console, sigterm_as_ctrl_c
+from workloads.programs import Codec
+from workloads.records import Cell, Run
+from workloads.report import client_table
+from workloads.runs import comparison, options
+from workloads.runs.comparison import EACH_PLACEMENT, Case, Comparison, completed, parts, summary_of
+from workloads.session import Plan
+from workloads.terminal import make_console, progress_view, sigterm_as_ctrl_c
 
 NAME = "sglang-fair compare"
-CASE = LiveCase()
-"""Whose fields are the options' defaults."""
+
+REPLICA_ARGUMENTS = ("--max-running-requests", "16")
+OF_CLUSTERS = (
+    "engine",
+    "model",
+    "device",
+    "gpu",
+    "cost_model",
+    "time_scale",
+    "replicas",
+    "quantum",
+    "worker_quantum",
+)
+"""Options that are settings of the clusters."""
 
 EPILOG = (
     "Arguments behind -- go to every replica's SGLang server "
-    f"(default: {' '.join(CASE.replica_arguments)}, for an emulated engine none)."
+    f"(default: {' '.join(REPLICA_ARGUMENTS)}, for an emulated engine none)."
 )
 
 
@@ -45,36 +58,38 @@ def of_cluster(name: str, unset: str = "") -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(options.ComparisonOptions):
-    """Those of the clusters are fields of the case, too."""
+class CompareOptions(Case):
+    base_scale: ClassVar[Scale] = SMALL
 
     workloads: Annotated[
         str, Option(metavar="W,...", help=f"Comma separated, of {', '.join(SCENARIOS)}.")
-    ] = ",".join(CASE.workloads)
+    ] = "tot-s1,judge-s1"
     s2: Annotated[bool, Option("--s2", help="Also tot-s2 and judge-s2: longer prefixes.")] = False
     placements: Annotated[
         bool, Option("--placements", help="Every placement over dlpm, in place of --schedulers.")
     ] = False
-    question_tokens: options.QuestionTokens = SMALL.question_tokens or 0
-    thought_tokens: options.ThoughtTokens = SMALL.thought_tokens
-    article_tokens: options.ArticleTokens = SMALL.article_tokens or 0
-    judgement_tokens: options.JudgementTokens = SMALL.judgement_tokens
+    duration: comparison.Duration = 15.0
+    drain: comparison.Drain = 5.0
+    question_tokens: comparison.QuestionTokens = SMALL.question_tokens or 0
+    thought_tokens: comparison.ThoughtTokens = SMALL.thought_tokens
+    article_tokens: comparison.ArticleTokens = SMALL.article_tokens or 0
+    judgement_tokens: comparison.JudgementTokens = SMALL.judgement_tokens
     rates: Annotated[
         str, Option(metavar="W=R,...", help="Programs/s of each client, in place of a measured capacity.")
     ] = ""
-    model: Annotated[str, of_cluster("model")] = CASE.model
+    model: Annotated[str, of_cluster("model")] = "bench"
     tokenizer: Annotated[
         Path | None,
         Option(metavar="DIR", help="Folder with tokenizer.json. [default: the model's]", show_default=False),
     ] = None
-    device: Annotated[str, of_cluster("device")] = CASE.device
-    engine: Annotated[str, of_cluster("engine")] = CASE.engine
-    gpu: Annotated[str | None, of_cluster("gpu")] = CASE.gpu
-    cost_model: Annotated[str | None, of_cluster("cost_model", unset="published figures")] = CASE.cost_model
-    time_scale: Annotated[float, of_cluster("time_scale")] = CASE.time_scale
-    replicas: Annotated[int, of_cluster("replicas")] = CASE.replicas
-    quantum: Annotated[float | None, of_cluster("quantum")] = CASE.quantum
-    worker_quantum: Annotated[float | None, of_cluster("worker_quantum")] = CASE.worker_quantum
+    device: Annotated[str, of_cluster("device")] = table.Cluster.device
+    engine: Annotated[str, of_cluster("engine")] = "auto"
+    gpu: Annotated[str | None, of_cluster("gpu")] = None
+    cost_model: Annotated[str | None, of_cluster("cost_model", unset="published figures")] = None
+    time_scale: Annotated[float, of_cluster("time_scale")] = table.Cluster.time_scale
+    replicas: Annotated[int, of_cluster("replicas")] = 2
+    quantum: Annotated[float | None, of_cluster("quantum")] = 500.0
+    worker_quantum: Annotated[float | None, of_cluster("worker_quantum")] = 16_000.0
     paper_scale: Annotated[bool, Option("--paper-scale", help="DLPM's own lengths, for real GPUs.")] = False
     out: Annotated[
         Path | None,
@@ -86,50 +101,30 @@ class CompareOptions(options.ComparisonOptions):
     replica_arguments: PassedOn = None
 
     @property
-    def folder(self) -> Path:
-        stamp = datetime.now(UTC).astimezone().strftime("%Y%m%d-%H%M%S")
-        return self.resume or self.out or Path("results") / f"compare-{stamp}"
+    def workload_names(self) -> tuple[str, ...]:
+        return options.names(self.workloads + (",tot-s2,judge-s2" if self.s2 else ""))
 
-    def new_case(self) -> LiveCase:
-        """Raises ValueError."""
-        own_arguments = () if self.engine == "emulated" else CASE.replica_arguments
-        of_clusters = [
-            "engine",
-            "model",
-            "device",
-            "gpu",
-            "cost_model",
-            "time_scale",
-            "replicas",
-            "quantum",
-            "worker_quantum",
-        ]
-        case = self.case(
-            SMALL,
-            workloads=options.names(self.workloads + (",tot-s2,judge-s2" if self.s2 else "")),
-            rates_per_s=options.rates(self.rates),
-            replica_arguments=tuple(self.replica_arguments or own_arguments),
-            **{name: getattr(self, name) for name in of_clusters},
-        )
-        if self.placements:
-            case["schedulers"] = EACH_PLACEMENT
-        if self.paper_scale:
-            case["scale"] = Scale(good_clients=self.good_clients)
-        return LiveCase(**case)
+    @property
+    def scheduler_names(self) -> tuple[str, ...]:
+        return EACH_PLACEMENT if self.placements else super().scheduler_names
 
+    @property
+    def rates_given(self) -> Mapping[str, float]:
+        return options.rates(self.rates)
 
-def prepare(given: CompareOptions, folder: Path) -> Comparison:
-    """The comparison in `folder`, new or begun before. Raises ValueError, OSError and ClusterError."""
-    path = folder / "case.json"
-    if given.resume:
-        case = LiveCase.from_json(json.loads(path.read_text(encoding="utf-8"))["case"])
-    elif path.exists():
-        raise ValueError(f"{folder} holds a comparison; --resume {folder} goes on with it")
-    else:
-        case = given.new_case()
-    prepared = EMULATED + case.model if case.engine == "emulated" else case.model
-    codec = read_codec(given.tokenizer or model_folder(prepared))
-    return Comparison(case, folder, spawn(case, folder), codec, make_console())
+    @property
+    def scale(self) -> Scale:
+        return Scale(good_clients=self.good_clients) if self.paper_scale else super().scale
+
+    def resumed(self) -> "CompareOptions":
+        """These, or those of the folder to go on in. Raises OSError and ValueError."""
+        if self.resume is None:
+            return self
+        kept = json.loads((self.resume / "case.json").read_text(encoding="utf-8"))["case"]
+        try:
+            return CompareOptions(**kept, out=self.resume, json_file=self.json_file)
+        except TypeError as error:
+            raise ValueError(f"{self.resume}: not a comparison's case: {error}") from None
 
 
 def compare(given: CompareOptions) -> int:
@@ -137,41 +132,82 @@ def compare(given: CompareOptions) -> int:
 
     Exit code 0, 1 if a cluster or a run failed, 2 for bad input, 130 after Ctrl-C.
     """
-    comparison = prepare(given, given.folder)
+    case = given.resumed()
+    now = datetime.now(UTC).astimezone()
+    folder = case.out or Path("results") / f"compare-{now:%Y%m%d-%H%M%S}"
+    if not given.resume and (folder / "case.json").exists():
+        raise ValueError(f"{folder} holds a comparison; --resume {folder} goes on with it")
+    prepared = EMULATED + case.model if case.engine == "emulated" else case.model
+    codec = read_codec(Path(case.tokenizer) if case.tokenizer else model_folder(prepared))
+    made = Comparison(case, folder, make_console())
     try:
         with sigterm_as_ctrl_c():
-            runs = comparison.run()
-            show(
-                "compare",
-                runs,
-                [summarize(run) for run in runs],
-                comparison.console,
-                note=costs_line(comparison.costs),
-                seed=comparison.case.seed,
-                more={},
-                folder=comparison.folder,
-                kept={"costs": comparison.costs_json()},
-                json_file=given.json_file,
-            )
+            runs = carry_out(made, case, spawn(case, folder), codec)
+            made.show("compare", runs, [summarize(run) for run in runs])
     except (ClusterError, OSError, ValueError, RuntimeError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{NAME}: interrupted; --resume {comparison.folder} goes on", file=sys.stderr)
+        print(f"{NAME}: interrupted; --resume {folder} goes on", file=sys.stderr)
         return 130
     return 0
 
 
-def costs_line(costs: Probe | None) -> str:
-    """How far the ratio of costs limits what the table can show."""
-    if costs is None:
-        return "cost of a decoded token against a prefilled one: not measured"
-    return (
-        f"on one replica here a decoded token costs {number(costs.ratio)} prefilled ones "
-        f"({costs.decode_s_per_token * 1e6:.0f} µs at batch {costs.batch}, "
-        f"{costs.prefill_s_per_token * 1e6:.0f} µs); on an A100 with an 8B model about 3. "
-        "The larger it is, the less a cached prefix can save."
-    )
+def carry_out(made: Comparison, case: CompareOptions, start: StartCluster, codec: Codec) -> list[Run]:
+    """Make the runs that the folder lacks, one cluster for each scheduler in turn. Returns all runs of the case."""
+    cells = [
+        case.cell(workload, scheduler, repeat)
+        for repeat, scheduler in turns(case.scheduler_names, case.repeats)
+        for workload in case.workload_names
+    ]
+    missing = [cell for cell in cells if made.recorded(cell) is None]
+    for scheduler, group in groupby(missing, key=lambda cell: cell.scheduler):
+        made.say(f"starting {scheduler}")
+        with start(*parts(scheduler)) as cluster:
+            reported = verify(cluster, *parts(scheduler))
+            for workload in case.workload_names:
+                if workload not in made.rates:
+                    made.measured(workload, capacity(made, cluster, workload, codec))
+            for cell in group:
+                made.say(f"[{missing.index(cell) + 1}/{len(missing)}] {cell}")
+                _one(made, case, cluster, cell, reported, codec)
+    return [run for cell in cells if (run := made.recorded(cell)) is not None]
+
+
+def capacity(made: Comparison, cluster: Cluster, workload: str, codec: Codec) -> float:
+    """Programs per second of a burst behind a warm-up, from arrival to the last end."""
+    count, last_s = 0, 1.0
+    for name, each in (("warm-up", 1), ("calibration", 16 if SCENARIOS[workload].app == "judge" else 4)):
+        clients = comparison.burst(workload, made.case.scale, codec, seed=name)
+        plan, cell = (
+            Plan(duration_s=120.0, programs_per_client=each, drain_s=120.0),
+            Cell(workload, name, seed=name),
+        )
+        run, _ = drive(cluster, clients, plan, cell, path=made.path(cell))
+        count, last_s = completed(run)
+        if count < each * len(clients):
+            raise ClusterError(f"{cell}: not every program ended well: {run.errors}")
+    return count / last_s
+
+
+def _one(
+    made: Comparison,
+    case: CompareOptions,
+    cluster: Cluster,
+    cell: Cell,
+    reported: Mapping[str, Any],
+    codec: Codec,
+) -> None:
+    clients, path = case.clients(cell, codec, made.rates[cell.workload]), made.path(cell)
+    with progress_view(made.console, case.plan) as watch:
+        run, passed = drive(
+            cluster, clients, case.plan, cell,
+            reported=reported, case=case.to_json(), path=path, sampled=True, watch=watch,
+        )  # fmt: skip
+    made.console.print(client_table(summary_of(cell, run)))
+    if passed and path:  # how accurate the timing of emulated GPUs was
+        path.with_suffix(".timing.json").write_text(json.dumps(passed) + "\n", encoding="utf-8")
+        made.say(in_words(passed))
 
 
 def model_folder(model: str) -> Path | None:
@@ -184,11 +220,11 @@ def model_folder(model: str) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-def spawn(case: LiveCase, folder: Path) -> StartCluster:
-    """What starts the case's clusters: our own command."""
-    given = {name: getattr(case, name, None) for name in settings_of(table.Cluster)}
-    settings = {name: value for name, value in given.items() if value is not None}
-    return SpawnCluster(table.Cluster(**settings, extra=case.replica_arguments), folder / "logs")
+def spawn(case: CompareOptions, folder: Path) -> StartCluster:
+    """Starts the case's clusters by our own command."""
+    given = {name: value for name in OF_CLUSTERS if (value := getattr(case, name)) is not None}
+    own = () if case.engine == "emulated" else REPLICA_ARGUMENTS
+    return SpawnCluster(table.Cluster(**given, extra=tuple(case.replica_arguments or own)), folder / "logs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -83,8 +83,6 @@ class Summary:
     backlog_s: float | None
     """How long at least two clients were backlogged together. None if that cannot be seen."""
     bound: float | None
-    measured_by: str | None
-    """Where backlog and difference come from: `replicas` (samples) or `records`."""
     ok: int
     failed: int
     cancelled: int
@@ -101,7 +99,7 @@ def summarize(run: Run) -> Summary:
     tokens, client_side = table.curves(TOKENS), table.curves(prices(run))
     actual = table.curves(prices(run), "actual")
     active = _active(table, window)
-    backlog = Backlog.of(run, table.clients, actual)
+    backlog = Backlog.of(run, table.clients)
     clients = {name: _client(table, name, client_side, actual, window) for name in table.clients}
     good = [client for client in clients.values() if client.well_behaved]
     p50, p99 = _average([client.p50 for client in good]), _average([client.p99 for client in good])
@@ -129,8 +127,7 @@ def summarize(run: Run) -> Summary:
         service_difference=backlog.difference,
         service_lag=backlog.lag,
         backlog_s=backlog.together_s,
-        bound=backlog.bound if backlog.bound is not None else manifest.bound,
-        measured_by=backlog.measured_by,
+        bound=backlog.bound,
         ok=ok,
         failed=failed,
         cancelled=len(run.requests) - ok - failed,
@@ -216,13 +213,15 @@ METRICS: Mapping[str, Callable[[Sequence[float]], float]] = {
 """The comparison's measures, each with the function that picks the better value."""
 
 EXTRA = ("actual_rate", "jain_actual", "ttft_p50_s", "ttft_p99_s", "service_lag", "backlog_s", "active_s")
+LINE = ("scheduler", "workload", *METRICS, "bound")
+"""What the commands' line of JSON has of each row."""
 
 ComparisonRow: TypeAlias = dict[str, str | float | None]
 """One scheduler on one workload."""
 
 
 def rows(summaries: Sequence[Summary]) -> list[ComparisonRow]:
-    """One row for each (scheduler, workload), in order of appearance: medians over repeats, bound included.
+    """One row for each (scheduler, workload), in order of appearance: medians over repeats, and counts.
 
     A repeat in which a measure is None does not take part in its median.
     """
@@ -230,52 +229,37 @@ def rows(summaries: Sequence[Summary]) -> list[ComparisonRow]:
     for summary in summaries:
         groups[summary.scheduler, summary.workload].append(summary)
     return [
-        {"scheduler": scheduler, "workload": workload, **_medians(group, [*METRICS, "bound"])}
+        {
+            "scheduler": scheduler,
+            "workload": workload,
+            **{measure: _median(group, measure) for measure in (*METRICS, "bound", *EXTRA)},
+            "p50_at_least": float(any(one.p50_at_least for one in group)),
+            "p99_at_least": float(any(one.p99_at_least for one in group)),
+            "failed": float(sum(one.failed for one in group)),
+        }
         for (scheduler, workload), group in groups.items()
     ]
 
 
-def extras(summaries: Sequence[Summary], scheduler: str, workload: str) -> ComparisonRow:
-    """The measures beside the comparison's own, for one of its rows."""
-    group = [s for s in summaries if (s.scheduler, s.workload) == (scheduler, workload)]
-    return {
-        **_medians(group, EXTRA),
-        "p50_at_least": float(any(s.p50_at_least for s in group)),
-        "p99_at_least": float(any(s.p99_at_least for s in group)),
-        "ok": float(sum(s.ok for s in group)),
-        "failed": float(sum(s.failed for s in group)),
-        "cancelled": float(sum(s.cancelled for s in group)),
-    }
+def _median(group: Sequence[Summary], measure: str) -> float | None:
+    values = [value for summary in group if (value := getattr(summary, measure)) is not None]
+    return median(values) if values else None
 
 
-def _medians(group: Sequence[Summary], measures: Sequence[str]) -> ComparisonRow:
-    found: ComparisonRow = {}
-    for measure in measures:
-        values = [value for summary in group if (value := getattr(summary, measure)) is not None]
-        found[measure] = median(values) if values else None
-    return found
-
-
-def ratios(
-    table: Sequence[ComparisonRow], summaries: Sequence[Summary], scheduler: str
-) -> dict[str, dict[str, float | None]]:
+def ratios(table: Sequence[ComparisonRow], scheduler: str) -> dict[str, dict[str, float | None]]:
     """By workload and measure: `scheduler`'s value over the others' best.
 
     None where one is missing, or where `scheduler`'s own is only a lower bound. Where a rival's latency is
     a lower bound, the ratio is an upper one.
     """
     found: dict[str, dict[str, float | None]] = {}
-    for workload in dict.fromkeys(str(row["workload"]) for row in table):
-        row = next((r for r in table if (r["scheduler"], r["workload"]) == (scheduler, workload)), None)
-        if row is None:
-            continue
-        more = extras(summaries, scheduler, workload)
-        rivals = [other for other in table if other["workload"] == workload and other is not row]
-        found[workload] = {}
+    for row in (one for one in table if one["scheduler"] == scheduler):
+        rivals = [one for one in table if one["workload"] == row["workload"] and one is not row]
+        mine = found[str(row["workload"])] = dict[str, float | None]()
         for measure, better in METRICS.items():
             others = [value for rival in rivals if isinstance(value := rival[measure], float | int)]
             best, own = better(others) if others else None, row[measure]
-            open_ended = more.get(measure.removeprefix("well_behaved_").removesuffix("_s") + "_at_least")
-            known = isinstance(own, float | int) and best and not open_ended
-            found[workload][measure] = float(own) / best if known and best and own is not None else None
+            is_open = row.get(measure.removeprefix("well_behaved_").removesuffix("_s") + "_at_least")
+            known = isinstance(own, float | int) and best and not is_open
+            mine[measure] = float(own) / best if known and best and own is not None else None
     return found

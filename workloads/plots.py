@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -40,8 +39,6 @@ def draw_all(runs: Sequence[Run], summaries: Sequence[Summary], folder: Path) ->
         first = [run for run in group if run.manifest.repeat == min(r.manifest.repeat for r in group)]
         written.append(_save(_service(first, workload), folder / f"{workload}-service.png"))
         written.append(_save(_latency(group, workload, colours), folder / f"{workload}-latency.png"))
-        of_workload = [summary for summary in summaries if summary.workload == workload]
-        written.append(_save(_bars(of_workload, workload, colours), folder / f"{workload}-percentiles.png"))
     written.append(_save(_scatter(summaries, colours), folder / "throughput-jain.png"))
     return written
 
@@ -128,33 +125,6 @@ def _latency(runs: Sequence[Run], workload: str, colours: Mapping[str, str]) -> 
     panel.set_ylabel("share of all programs")
     panel.set_title(f"{workload}: well-behaved clients", fontsize=10)
     _legend(panel, loc="lower right")
-    return figure
-
-
-def _bars(summaries: Sequence[Summary], workload: str, colours: Mapping[str, str]) -> Figure:
-    """P50 and P99 of the well-behaved clients, medians over repeats; a lower bound is hatched."""
-    figure = Figure(figsize=(5.4, 3.4), layout="constrained")
-    panel: Axes = figure.subplots()
-    schedulers = list(dict.fromkeys(summary.scheduler for summary in summaries))
-    for place, scheduler in enumerate(schedulers):
-        repeats = [summary for summary in summaries if summary.scheduler == scheduler]
-        for offset, percent in enumerate((50, 99)):
-            measure, flag = f"well_behaved_p{percent}_s", f"p{percent}_at_least"
-            values = [value for summary in repeats if (value := getattr(summary, measure)) is not None]
-            if values:
-                panel.bar(
-                    offset + (place - (len(schedulers) - 1) / 2) * 0.2,
-                    median(values),
-                    width=0.19,
-                    color=colours[scheduler],
-                    label=scheduler if offset == 0 else None,
-                    hatch="//" if any(getattr(summary, flag) for summary in repeats) else None,
-                    edgecolor="white",
-                )
-    panel.set_xticks([0, 1], ["P50", "P99"])
-    panel.set_ylabel("latency of a program, s")
-    panel.set_title(f"{workload}: well-behaved clients (hatched: at least)", fontsize=10)
-    _legend(panel)
     return figure
 
 

@@ -6,6 +6,7 @@ seconds since the run's start on the driver's monotonic clock. What was not meas
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,24 @@ from typing import Any, Self, TypeAlias
 from sglang_fair.common.provenance import machine, versions
 
 SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a measurement: a scheduler, as tables call it, on a workload with one seed."""
+
+    workload: str
+    scheduler: str
+    repeat: int = 0
+    seed: str = "0"
+
+    def __str__(self) -> str:
+        return f"{self.scheduler} on {self.workload}"
+
+    def path(self, folder: Path) -> Path:
+        """Where its records lie."""
+        scheduler = self.scheduler.replace(" ", ".").replace(":", "-")
+        return folder / f"{self.workload}.{scheduler}.{self.repeat}.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +166,11 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
     end: End | None = None
 
+    @property
+    def errors(self) -> str:
+        """The first few, in one line."""
+        return "; ".join(sorted({record.error for record in self.requests if record.error})[:3])
+
     def add(self, row: RecordLine) -> None:
         """Put `row` where it belongs."""
         match row:
@@ -220,3 +244,11 @@ def read(path: Path) -> Run:
     if run is None:
         raise ValueError(f"{path}: empty")
     return run
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader, and the next run after an interruption, sees all of it or the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

@@ -10,7 +10,6 @@ Answers have their full length (`ignore_eos`, unless --stop-at-eos is given) and
 """
 
 import asyncio
-import json
 import math
 import signal
 import sys
@@ -22,9 +21,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
+from sglang_fair.bench import print_line
 from sglang_fair.core.cost import Cost, describe, make_cost
 from sglang_fair.settings.commands import Option, run
 from workloads import wire
@@ -35,17 +33,14 @@ from workloads.fairness_report import fairness_report, render
 from workloads.load import ClientLoad, LoadOptions, RunOption
 from workloads.programs import TextCodec
 from workloads.records import Manifest, Records, stamp
-from workloads.runs.comparison import print_line
 from workloads.runs.options import command
-from workloads.session import Plan, SessionProgress
-from workloads.terminal import make_console, progress_line
+from workloads.session import Plan
+from workloads.terminal import make_console, progress_view
 
 NAME = "sglang-fair bench serve"
 
 TOKEN_STEP_S = 0.1
 """Interval between recorded tokens of an answer; the report's windows are hundreds of times as long."""
-LINE_S = 10.0
-"""Interval between two lines of progress, where there is no terminal."""
 
 
 EndpointOption = partial(Option, rich_help_panel="The endpoint")
@@ -209,7 +204,7 @@ def serve(given: ServeOptions) -> int:
             "versions": manifest.versions,
             "machine": manifest.machine,
         }
-        print_line(json.dumps(result, separators=(",", ":"), default=str), given.json_file)
+        print_line(result, given.json_file)
     except (ValueError, OSError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 130 if interrupted else 2
@@ -218,31 +213,13 @@ def serve(given: ServeOptions) -> int:
     return 0 if report.ok else 1
 
 
-@dataclass(slots=True)
-class ProgressView:
-    """Shows how far a load is: in place on a terminal, else in a line every `LINE_S`."""
-
-    plan: Plan
-    console: Console
-    live: Live
-    next_s: float = LINE_S
-
-    def __call__(self, progress: SessionProgress) -> None:
-        line = Text(progress_line(progress, self.plan))
-        if self.console.is_terminal:
-            self.live.update(line)
-        elif progress.now_s >= self.next_s:
-            self.console.print(line)
-            self.next_s = progress.now_s + LINE_S
-
-
 async def drive(
     endpoint: Endpoint, loaded: ClientLoad, plan: Plan, records: Records, console: Console
 ) -> bool:
     """Drive the load. Returns whether Ctrl-C ended it."""
     interrupted = False
-    with Live(Text(""), console=console, transient=True, refresh_per_second=2) as live:
-        driver = Driver(endpoint, loaded.clients, plan, records, watch=ProgressView(plan, console, live))
+    with progress_view(console, plan) as watch:
+        driver = Driver(endpoint, loaded.clients, plan, records, watch=watch)
 
         def stop() -> None:
             nonlocal interrupted

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_fair.bench import percentile
 from sglang_fair.core.cost import Cost, Linear
 from sglang_fair.core.fairness import Curve
 from workloads.programs import Outcome
@@ -39,9 +40,8 @@ class Percentile:
         """By nearest rank. None if there is nothing to rank."""
         if not latencies:
             return None
-        ordered = sorted(latencies)
-        rank = max(1, math.ceil(len(ordered) * percent / 100))
-        return cls(ordered[rank - 1][0], any(cut for _, cut in ordered[:rank]))
+        value = percentile(latencies, percent)
+        return cls(value[0], any(one[1] for one in latencies if one <= value))
 
 
 class Requests:

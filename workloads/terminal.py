@@ -2,17 +2,22 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from workloads.session import Plan, SessionProgress
 
 FILE_COLUMNS = 180
 """Width of tables that go to a file or a pipe."""
+
+LINE_S = 10.0
+"""Interval between two lines of progress, where there is no terminal."""
 
 
 def progress_line(progress: SessionProgress, plan: Plan) -> str:
@@ -23,6 +28,24 @@ def progress_line(progress: SessionProgress, plan: Plan) -> str:
         f"{progress.ok} requests done, {progress.in_flight} under way, {progress.failed} failed, "
         f"{progress.output_tokens} tokens"
     )
+
+
+@contextmanager
+def progress_view(console: Console, plan: Plan) -> Iterator[Callable[[SessionProgress], None]]:
+    """Shows how far a load is: in place on a terminal, else in a line every `LINE_S`."""
+    next_s = LINE_S
+
+    def show(progress: SessionProgress) -> None:
+        nonlocal next_s
+        line = Text(progress_line(progress, plan))
+        if console.is_terminal:
+            live.update(line)
+        elif progress.now_s >= next_s:
+            console.print(line)
+            next_s = progress.now_s + LINE_S
+
+    with Live(Text(""), console=console, transient=True, refresh_per_second=2) as live:
+        yield show
 
 
 @contextmanager

@@ -145,16 +145,13 @@ class Windows:
             for name, account in self._accounts.items()
         }
 
-    def response_time(
-        self, times_s: Sequence[float], by: Literal["sent", "first-token"] = "sent"
-    ) -> dict[str, Values]:
-        """Mean seconds from when a request could have been sent to its first token.
+    def response_time(self, times_s: Sequence[float]) -> dict[str, Values]:
+        """Mean seconds from when a request could have been sent to its first token, of those sent in each window.
 
-        A window has the requests that were sent in it (VTC §5.1), or those that had their first token in it
-        (the artifact). Requests that never had one do not count; None where no other was sent.
+        Requests that never had one do not count; None where no other was sent.
         """
         start, end = self._edges(times_s)
-        return {name: _known(account.responses(by, start, end)) for name, account in self._accounts.items()}
+        return {name: _known(account.responses(start, end)) for name, account in self._accounts.items()}
 
     def accumulated(self, times_s: Sequence[float], since_s: float = 0.0) -> dict[str, Values]:
         """W(since, t) of each client."""
@@ -225,8 +222,10 @@ class _Account:
         asking = asking[np.argsort(table.sent[asking], kind="stable")]
         wanted = np.where(table.ok, table.output, table.most_output)
         self._sent, self._wanted = table.sent[asking], table.units(cost, side, wanted, mine)[asking]
-        timed = mine & table.answered & ~table.failed
-        self._waits = {"sent": table.sent[timed], "first-token": table.first[timed]}
+        timed = np.flatnonzero(mine & table.answered & ~table.failed)
+        timed = timed[np.argsort(table.sent[timed], kind="stable")]
+        self._timed = table.sent[timed]
+        self._waits = in_order(table.first[timed] - self._timed)
 
     def received(self, edges: Column) -> Column:
         """Units received before each of `edges`."""
@@ -248,14 +247,11 @@ class _Account:
         low, high = np.searchsorted(self._sent, start), np.searchsorted(self._sent, end)
         return np.where(gaps[high] > gaps[low], math.nan, (totals[high] - totals[low]) / self._weight)
 
-    def responses(self, by: Literal["sent", "first-token"], start: Column, end: Column) -> Column:
+    def responses(self, start: Column, end: Column) -> Column:
         """Mean time to first token of the requests in each [start, end)."""
-        waits = self._waits["first-token"] - self._waits["sent"]
-        order = np.argsort(self._waits[by], kind="stable")
-        at, totals = self._waits[by][order], in_order(waits[order])
-        low, high = np.searchsorted(at, start), np.searchsorted(at, end)
+        low, high = np.searchsorted(self._timed, start), np.searchsorted(self._timed, end)
         counts = high - low
-        return np.where(counts > 0, (totals[high] - totals[low]) / np.maximum(counts, 1), math.nan)
+        return np.where(counts > 0, (self._waits[high] - self._waits[low]) / np.maximum(counts, 1), math.nan)
 
 
 def _known(values: Column) -> Values:

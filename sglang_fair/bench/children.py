@@ -13,65 +13,40 @@ from sglang_fair.common.processes import child_environment
 
 START_S = 60.0
 LAST_LINES = 10
-"""Of what a program said before it failed."""
-PORTS = range(18_000, 29_000)
+"""Of the output of a program that failed."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens at. Raises OSError."""
+    """Ports of this machine that are free now, below those that the system gives out by itself. Raises OSError."""
     found: list[int] = []
-    for port in PORTS:
+    for port in range(18_000, 29_000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             found.append(port)
         if len(found) == count:
             return found
-    raise OSError(f"no {count} free ports from {PORTS.start} on")
+    raise OSError(f"no {count} free ports")
 
 
 class DidNotStart(OSError):
-    """A program ended, or did not answer in time. The text shows its command and its last words."""
+    """A program ended, or did not answer in time. The text shows its command and its last lines."""
 
 
 class Child:
-    """A process of the bench, and what it has said."""
+    """A process of the bench, and its output."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Raises `DidNotStart`."""
-        self._command = " ".join(command)
-        self._log = tempfile.TemporaryFile(prefix="bench-gateway-")  # noqa: SIM115 (as long as the process)
+        self.command = " ".join(command)
+        self.log = tempfile.TemporaryFile(prefix="bench-")  # noqa: SIM115 (as long as the process)
         try:
-            self.popen = subprocess.Popen(
-                command, stdout=self._log, stderr=self._log, env=child_environment()
-            )
+            self.process = psutil.Popen(command, stdout=self.log, stderr=self.log, env=child_environment())
         except OSError as error:
-            raise DidNotStart(f"{self._command}: {error}") from error
-        self.process = psutil.Process(self.popen.pid)
-
-    def check(self) -> None:
-        """Raises `DidNotStart` if the process has ended."""
-        if (code := self.popen.poll()) is not None:
-            raise self.failure(f"ended with exit code {code}")
+            raise DidNotStart(f"{self.command}: {error}") from error
 
     def failure(self, how: str) -> DidNotStart:
-        """The error for a program that failed to start."""
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").splitlines()
-        said = "\n".join(f"    {line}" for line in lines[-LAST_LINES:]) or "    (it said nothing)"
-        return DidNotStart(f"{self._command}: {how}\n{said}")
-
-    def stop(self) -> None:
-        """Asks the process to end."""
-        self.popen.terminate()
-
-    def close(self) -> None:
-        """Waits for its end, and kills it when that takes too long."""
-        try:
-            self.popen.wait(5)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
-        self._log.close()
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").splitlines()[-LAST_LINES:] or ["(no output)"]
+        return DidNotStart("\n    ".join([f"{self.command}: {how}", *lines]))
 
 
 class Children:
@@ -82,16 +57,20 @@ class Children:
 
     def start(self, *command: str) -> Child:
         """Raises `DidNotStart`."""
-        child = Child(command)
-        self._all.append(child)
-        return child
+        self._all.append(Child(command))
+        return self._all[-1]
 
     def close(self) -> None:
         """Ends all of them, the latest first."""
         for child in reversed(self._all):
-            child.stop()
+            child.process.terminate()
         for child in self._all:
-            child.close()
+            try:
+                child.process.wait(5)
+            except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
+                child.process.kill()
+                child.process.wait()
+            child.log.close()
 
 
 async def until_served(port: int, request: bytes, programs: Sequence[Child]) -> None:
@@ -101,7 +80,8 @@ async def until_served(port: int, request: bytes, programs: Sequence[Child]) -> 
         async with asyncio.timeout(START_S):
             while True:
                 for program in programs:
-                    program.check()
+                    if (code := program.process.poll()) is not None:
+                        raise program.failure(f"ended with exit code {code}")
                 with contextlib.suppress(OSError):
                     reader, writer = await asyncio.open_connection("127.0.0.1", port)
                     writer.write(request)
@@ -114,29 +94,8 @@ async def until_served(port: int, request: bytes, programs: Sequence[Child]) -> 
         raise programs[-1].failure(f"did not answer with 200 within {START_S:g} s") from None
 
 
-def start_sglang_router(
-    children: Children, program: str, port: int, metrics_port: int, engines: Sequence[int]
-) -> list[Child]:
-    """The Rust router of PyPI, in front of these ports."""
-    command = [
-        program, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware",
-        "--prometheus-port", str(metrics_port), "--log-level", "error",
-        "--worker-urls", *(f"http://127.0.0.1:{engine}" for engine in engines),
-    ]  # fmt: skip
-    return [children.start(*command)]
-
-
-def family(children: Sequence[Child]) -> list[psutil.Process]:
-    """Their processes, and the processes that those have started."""
-    started = (one for child in children for one in child.process.children(recursive=True))
-    return [*(child.process for child in children), *started]
-
-
-def cpu_s(children: Sequence[Child]) -> float:
-    """CPU time of these processes and their children so far."""
-    return float(sum(times.user + times.system for times in (one.cpu_times() for one in family(children))))
-
-
-def memory_mb(children: Sequence[Child]) -> float:
-    """Resident memory of these processes and their children."""
-    return float(sum(one.memory_info().rss for one in family(children))) / 1e6
+def cost(children: Sequence[Child]) -> tuple[float, float]:
+    """CPU seconds so far, and resident memory in MB, of these processes and their children."""
+    family = [one for child in children for one in (child.process, *child.process.children(recursive=True))]
+    times = [one.cpu_times() for one in family]
+    return sum(one.user + one.system for one in times), sum(one.memory_info().rss for one in family) / 1e6

@@ -26,10 +26,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
-from sglang_fair.bench import Show, carry_out
-from sglang_fair.bench.children import Child, Children, cpu_s, free_ports, memory_mb, until_served
+from sglang_fair.bench import Show, carry_out, conditions
+from sglang_fair.bench.children import Child, Children, cost, free_ports, until_served
 from sglang_fair.bench.instant import MODEL, STREAM_TOKENS
-from sglang_fair.common.provenance import cores, processor, versions
 from sglang_fair.models.catalog import find
 from sglang_fair.settings.commands import Mistake, Option
 from sglang_fair.settings.commands import run as run_command
@@ -140,27 +139,26 @@ def measure(port: int, engine: int, ours: Sequence[Child], folder: Path, seed: i
     write_bodies(whole, seed, stream=False)
     write_bodies(streams, seed, stream=True)
     wrk(port, whole, CONNECTIONS, seconds / 4)
-    before_s = cpu_s(ours)
+    began_s, _ = cost(ours)
     full = wrk(port, whole, CONNECTIONS, seconds)
-    cpu_whole_s, before_s = cpu_s(ours) - before_s, cpu_s(ours)
+    between_s, _ = cost(ours)
     streamed = wrk(port, streams, CONNECTIONS, seconds)
-    cpu_streams_s = cpu_s(ours) - before_s
+    ended_s, _ = cost(ours)
     alone, own = wrk(port, whole, 1, seconds), wrk(engine, whole, 1, seconds)
     return Cost(
         round((alone.p50 - own.p50) / 1e3, 3),
         round((alone.p99 - own.p50) / 1e3, 3),
         round(full.per_s, 1),
-        round(1e3 * cpu_whole_s / full.served, 3),
+        round(1e3 * (between_s - began_s) / full.served, 3),
         round(streamed.per_s * STREAM_TOKENS),
-        round(1e6 * cpu_streams_s / (streamed.served * STREAM_TOKENS), 2),
+        round(1e6 * (ended_s - between_s) / (streamed.served * STREAM_TOKENS), 2),
         full.failed + streamed.failed + alone.failed,
     )
 
 
 def run(seconds: float, rounds: int, seed: int, show: Show) -> dict[str, Any]:
     """`row` has the medians. Raises `children.DidNotStart` and ValueError."""
-    children, costs = Children(), []
-    load_before = [round(load, 2) for load in os.getloadavg()]
+    children, costs, given = Children(), [], conditions(seed)
     first = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode()
     request = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
     request %= PATH.encode(), len(first), first
@@ -176,17 +174,15 @@ def run(seconds: float, rounds: int, seed: int, show: Show) -> dict[str, Any]:
             for number in range(rounds):
                 costs.append(measure(port, engine, ours, Path(folder), seed + number, seconds))
                 show(f"round {number + 1}: {costs[-1]}")
-            memory = round(memory_mb(ours), 1)
+            memory = round(cost(ours)[1], 1)
         finally:
             children.close()
     row = {name: statistics.median(asdict(one)[name] for one in costs) for name in asdict(costs[0])}
     return {
         "bench": "gateway",
-        "seed": seed,
+        **given,
         "rounds": rounds,
         "seconds": seconds,
-        "machine": {"cpu": processor(), "cores": cores(), "load_before": load_before},
-        "versions": dict(versions()),
         "row": {**row, "memory_mb": memory},
     }
 

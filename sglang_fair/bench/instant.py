@@ -8,7 +8,7 @@ A stream has `STREAM_TOKENS` events, each written by itself. Of a request it rea
 import asyncio
 import json
 import sys
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import uvloop
 
@@ -17,38 +17,36 @@ from sglang_fair.settings.commands import Numbers, numbers, run
 
 STREAM_TOKENS = 64
 MODEL = "bench"
-RID = "0" * 32
 
-_HEAD = {"id": RID, "object": "text_completion", "created": 1, "model": MODEL}
+_JSON = b"application/json\r\ncontent-length: %d"
+_EVENTS = b"text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked"
 _USAGE = {"prompt_tokens": 1000, "completion_tokens": STREAM_TOKENS, "total_tokens": 1000 + STREAM_TOKENS}
 _INFO = {"model_path": MODEL, "served_model_name": MODEL, "tokenizer_path": MODEL, "is_generation": True}
 
 
-def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+def _answer(text: str, finish: str | None, **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "matched_stop": None}
+    head = {"id": "0" * 32, "object": "text_completion", "created": 1, "model": MODEL, "choices": [choice]}
+    return json.dumps(head | more, separators=(",", ":")).encode()
 
 
-def _response(body: bytes) -> bytes:
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+def _response(kind: bytes, body: bytes = b"") -> bytes:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: " + kind + b"\r\n\r\n"
+    return (head % len(body) if b"%d" in head else head) + body
 
 
 def _chunk(event: bytes) -> bytes:
     data = b"data: " + event + b"\n\n"
-    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+    return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def _choice(text: str, finish: str | None) -> dict[str, object]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "matched_stop": None}
-
-
-WHOLE = _response(_json(_HEAD | {"choices": [_choice("word " * STREAM_TOKENS, "length")], "usage": _USAGE}))
-STREAM_START = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-)
-STREAM = [_chunk(_json(_HEAD | {"choices": [_choice("word ", None)]})) for _ in range(STREAM_TOKENS)]
-STREAM_END = _chunk(_json(_HEAD | {"choices": [], "usage": _USAGE})) + _chunk(b"[DONE]") + b"0\r\n\r\n"
-INFO = _response(_json(_INFO))
+WHOLE = _response(_JSON, _answer("word " * STREAM_TOKENS, "length", usage=_USAGE))
+INFO = _response(_JSON, json.dumps(_INFO).encode())
+STREAM = [
+    _response(_EVENTS),
+    *(_chunk(_answer("word ", None)) for _ in range(STREAM_TOKENS)),
+    _chunk(_answer("", None, choices=[], usage=_USAGE)) + _chunk(b"[DONE]") + b"0\r\n\r\n",
+]
 
 
 class Connection(asyncio.Protocol):
@@ -59,7 +57,6 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
@@ -76,19 +73,14 @@ class Connection(asyncio.Protocol):
             if not head.startswith(b"post"):
                 self._transport.write(INFO)
             elif b'"stream":true' in body or b'"stream": true' in body:
-                self._transport.write(STREAM_START)
                 self._write_event(0)
             else:
                 self._transport.write(WHOLE)
 
     def _write_event(self, number: int) -> None:
-        if self._transport.is_closing():
-            return
-        if number == STREAM_TOKENS:
-            self._transport.write(STREAM_END)
-            return
-        self._transport.write(STREAM[number])
-        asyncio.get_running_loop().call_soon(self._write_event, number + 1)
+        if number < len(STREAM) and not self._transport.is_closing():
+            self._transport.write(STREAM[number])
+            asyncio.get_running_loop().call_soon(self._write_event, number + 1)
 
 
 async def serve(ports: list[int]) -> None:

@@ -30,8 +30,7 @@ from router.placement.deadline.rule import Deadline
 from router.placement.qlm.problem import Demand, Problem, Queue, edf, worth
 from router.placement.qlm.search import plan
 from router.radix import Match
-from sglang_fair.bench import Show, carry_out
-from sglang_fair.bench.router import quantile
+from sglang_fair.bench import Show, carry_out, percentile
 from sglang_fair.common.deadlines import DEFAULT_CLASSES, Promise
 from sglang_fair.common.provenance import machine
 from sglang_fair.settings import commands
@@ -191,8 +190,8 @@ def measure(placement: str, requests: int, seed: int) -> dict[str, Any]:
     for _ in range(LOOKS):
         site.now_s += 1.0
         timed("look", site.look)
-    found = {f"{kind}_us_{name}": quantile(times[kind], part)
-             for kind in ("arrive", "pull", "end") for name, part in (("p50", 0.5), ("p99", 0.99))}  # fmt: skip
+    found = {f"{kind}_us_{name}": round(percentile(times[kind], part), 2)
+             for kind in ("arrive", "pull", "end") for name, part in (("p50", 50), ("p99", 99))}  # fmt: skip
     found["groups"] = site.placement.report(site.now_s)["groups"]
     return {**found, "look_ms": round(max(times["look"]) / 1e3, 2), "bytes_per_request": size}
 

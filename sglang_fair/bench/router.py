@@ -19,8 +19,6 @@ other clients has a short request in flight from beginning to end.
 * bytes per token: how much the process's resident memory grows while the tree is built, over the tokens in it, each
   counted once however many workers hold it. Block hashes and nodes are included.
 
-The noise of the machine stands beside them: p50 and p99 of a fixed piece of work, timed in the same way.
-
 Times are CPU time of the thread, of the calls during which no other process took the processor: cold caches after
 that are not the decision's fault. `preempted` counts the other calls. `wall_us_p50` and `wall_us_p99` are wall-clock
 times of all calls. Python's garbage collector is set as in the router's own process.
@@ -28,7 +26,6 @@ times of all calls. Python's garbage collector is set as in the router's own pro
 
 import gc
 import os
-import platform
 import resource
 import statistics
 import sys
@@ -36,8 +33,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,10 +40,9 @@ import numpy as np
 
 from router.collector import collect_young_only
 from router.core import Router
-from router.events import Arrive, Done, Event, Load, Place, Query, Removed, Stored, WorkerUp
+from router.events import Arrive, Done, Event, Load, Place, Removed, Stored, WorkerUp
 from router.placement import PLACEMENTS, build
-from sglang_fair.bench import Show, carry_out
-from sglang_fair.common.provenance import processor
+from sglang_fair.bench import Show, carry_out, choose, conditions, grid, percentile
 from sglang_fair.settings import commands
 from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers
 
@@ -272,12 +266,12 @@ def measure(
         prompt_tokens=prompt_tokens,
         workers=len(traffic.workers),
         decisions_per_s=round(1e6 / mean_us, 1),
-        us_p50=quantile(asked.cpu_us, 0.5),
-        us_p99=quantile(asked.cpu_us, 0.99),
-        us_max=quantile(asked.cpu_us, 1.0),
-        wall_us_p50=quantile(asked.wall_us, 0.5),
-        wall_us_p99=quantile(asked.wall_us, 0.99),
-        end_us_p50=quantile(ended.cpu_us or [0.0], 0.5),
+        us_p50=round(percentile(asked.cpu_us, 50), 2),
+        us_p99=round(percentile(asked.cpu_us, 99), 2),
+        us_max=round(percentile(asked.cpu_us, 100), 2),
+        wall_us_p50=round(percentile(asked.wall_us, 50), 2),
+        wall_us_p99=round(percentile(asked.wall_us, 99), 2),
+        end_us_p50=round(percentile(ended.cpu_us or [0.0], 50), 2),
         matched_share=round(matched / tokens, 4),
         decisions=decisions,
         preempted=asked.preempted,
@@ -304,9 +298,9 @@ def measure_events(traffic: Traffic, tree_tokens: int, conversations: int) -> Ev
     return EventTimes(
         workers=len(traffic.workers),
         tokens_per_s=round(tokens / (sum(clock.cpu_us) / 1e6)),
-        us_p50=quantile(clock.cpu_us, 0.5),
-        us_p99=quantile(clock.cpu_us, 0.99),
-        us_max=quantile(clock.cpu_us, 1.0),
+        us_p50=round(percentile(clock.cpu_us, 50), 2),
+        us_p99=round(percentile(clock.cpu_us, 99), 2),
+        us_max=round(percentile(clock.cpu_us, 100), 2),
         build_tokens_per_s=round(build_rate),
         tree_tokens=router.tree.tokens,
         nodes=router.tree.nodes,
@@ -322,73 +316,26 @@ def bytes_per_token(traffic: Traffic, tree_tokens: int) -> float:
     return round((_resident_bytes() - before) / router.tree.tokens, 2)
 
 
-def noise() -> dict[str, float]:
-    """A fixed piece of work of about 25 µs, timed like the decisions: what the machine adds to a p99."""
-    clock = Clock()
-    for _ in range(5_000):
-        clock.time(lambda _event, _now_s: sum(range(1_500)), Query(""), 0.0)
-    return {"us_p50": quantile(clock.cpu_us, 0.5), "us_p99": quantile(clock.cpu_us, 0.99)}
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value that a part `share` of the values does not exceed."""
-    ordered = sorted(values)
-    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2)
-
-
 def table(rows: Sequence[DecisionTimes]) -> str:
     """A line for each placement: decisions per second, and p50 / p99 in microseconds."""
-    columns = sorted({(row.prompt_tokens, row.workers) for row in rows})
-    lines = [
-        "decisions/s (p50 / p99 of one, µs)",
-        f"{'prompt tokens':18}" + "".join(f"{tokens:>24,}" for tokens, _ in columns),
-        f"{'workers':18}" + "".join(f"{workers:>24,}" for _, workers in columns),
-    ]
-    for placement in dict.fromkeys(row.placement for row in rows):
-        found = {(row.prompt_tokens, row.workers): row for row in rows if row.placement == placement}
-        cells = [
-            f"{row.decisions_per_s:,.0f} ({row.us_p50:.0f} / {row.us_p99:.0f})"
-            if (row := found.get(column))
-            else "-"
-            for column in columns
-        ]
-        lines.append(f"{placement:18}" + "".join(f"{cell:>24}" for cell in cells))
-    return "\n".join(lines)
+    return "decisions/s (p50 / p99 of one, µs)\n" + grid(
+        rows,
+        "placement",
+        ("prompt_tokens", "workers"),
+        lambda row: f"{row.decisions_per_s:,.0f} ({row.us_p50:.0f} / {row.us_p99:.0f})",
+    )
 
 
-def conditions(setting: Setting) -> dict[str, Any]:
-    """What a reader needs to repeat the measurement and to judge it."""
-    return {
-        "seed": setting.seed,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("numpy", "msgspec", "sglang-fair")},
-        },
-        "machine": {
-            "cpu": processor(),
-            "cores": os.cpu_count(),
-            "load_before": [round(load, 2) for load in os.getloadavg()],
-        },
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+def run(setting: Setting, show: Show) -> dict[str, Any]:
+    """Measures everything. `rows` of the result are `DecisionTimes`, `events` are `EventTimes`."""
+    record: dict[str, Any] = {
+        "bench": "router",
+        **conditions(setting.seed),
         "tree_tokens": setting.tree_tokens,
         "page_size": PAGE,
         "in_flight_per_worker": IN_FLIGHT_PER_WORKER,
         "outstanding": setting.outstanding,
     }
-
-
-def choose(names: str | None) -> tuple[str, ...]:
-    """The placements in a list like `d2lpm,preble`, or all. Raises ValueError for a name that does not exist."""
-    wanted = names.split(",") if names else list(PLACEMENTS)
-    unknown = [name for name in wanted if name not in PLACEMENTS]
-    if unknown:
-        raise ValueError(f"unknown placement {', '.join(unknown)}; there are {', '.join(PLACEMENTS)}")
-    return tuple(wanted)
-
-
-def run(setting: Setting, show: Show) -> dict[str, Any]:
-    """Measures everything. `rows` of the result are `DecisionTimes`, `events` are `EventTimes`."""
-    record: dict[str, Any] = {"bench": "router", **conditions(setting)}
 
     def traffic(workers: int) -> Traffic:
         return Traffic(setting.seed, workers, setting.prompt_tokens)
@@ -419,9 +366,7 @@ def run(setting: Setting, show: Show) -> dict[str, Any]:
                     f"{placement:18} {workers:>3} workers  {tokens:>7,} tokens  {row.decisions_per_s:>9,.0f}/s  "
                     f"p50 {row.us_p50:.1f} µs, p99 {row.us_p99:.1f}, max {row.us_max:.1f}"
                 )
-    record["machine"]["noise"] = noise()
-    show(f"the machine's noise: fixed work takes {record['machine']['noise']} µs")
-    record["machine"]["load_after"] = [round(load, 2) for load in os.getloadavg()]
+    record["machine"]["load_after_1min"] = os.getloadavg()[0]
     show(table(rows))
     return {
         **record,
@@ -470,7 +415,7 @@ def main(
     """
     try:
         setting = Setting(
-            choose(placements),
+            choose(placements, PLACEMENTS, "placement"),
             prompt_tokens,
             workers,
             tree_tokens or (2_000_000 if quick else 10_000_000),

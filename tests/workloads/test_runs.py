@@ -1,17 +1,16 @@
-"""Cases and runs of comparisons, and the pool that carries runs out."""
+"""Cases, rates and cells of comparisons, and the processes that carry runs out."""
 
 import os
 import time
-from dataclasses import replace
 
 import pytest
 
-from workloads.records import End, Manifest, Records
+from workloads.clients import Scale
+from workloads.compare import CompareOptions
+from workloads.records import Cell
 from workloads.runs import options
-from workloads.runs.case import LOADS, ComparedRun, parts
-from workloads.runs.live import LiveCase
-from workloads.runs.pool import Failed, Pool
-from workloads.simulation.comparison import SimulatedCase
+from workloads.runs.comparison import LOADS, parts, rate_at
+from workloads.runs.pool import Failed, carry_out
 
 
 def double(number: int) -> int:
@@ -25,30 +24,34 @@ def double(number: int) -> int:
 
 @pytest.mark.slow
 def test_a_job_that_fails_or_kills_its_worker_fails_alone():
-    with Pool(1) as pool:
-        ended = dict(pool.carry_out(double, [13, -1, 3]))
-        assert [one.measured for _, one in pool.carry_out(double, [5])] == [10], "a pool may be used again"
-        assert (ended[3].measured, ended[-1].error) == (6, "ValueError: -1 is negative")
-        assert ended[13] == Failed("its process died with exit code 7")
-        assert "double" in ended[-1].trace
+    ended = dict(carry_out(double, [13, -1, 3], 1))
+    assert (ended[3].measured, ended[-1].error) == (6, "ValueError: -1 is negative")
+    assert ended[13] == Failed("its process died")
+    assert "double" in ended[-1].trace
 
 
 def test_the_rate_follows_from_the_capacity():
-    for case in (LiveCase(), SimulatedCase()):
-        rates = case.with_capacity("tot-s1", 8.0).with_capacity("judge-s1", 4.0).rates_per_s
-        assert rates == {"tot-s1": LOADS["tot"] * 8 / 4, "judge-s1": LOADS["judge"] * 4 / 4}
-        assert replace(case, load=0.5).with_capacity("tot-s1", 8.0).rates_per_s == {"tot-s1": 1.0}
+    scale = Scale(good_clients=3)
+    assert rate_at(8.0, "tot-s1", scale) == LOADS["tot"] * 8 / 4
+    assert rate_at(4.0, "judge-s1", scale) == LOADS["judge"] * 4 / 4
+    assert rate_at(8.0, "tot-s1", scale, load=0.5) == 1.0
 
 
-def test_a_run_is_recorded_when_its_records_have_an_end(tmp_path):
-    run = ComparedRun("tot-s1", "d2lpm+dlpm D=2", 1)
-    path = run.path(tmp_path)
-    assert path == tmp_path / "records" / "tot-s1.d2lpm+dlpm.D=2.1.jsonl"
-    assert not run.is_recorded(tmp_path)
-    with Records(path, Manifest("tot-s1", "x", {}, 1.0)) as records:
-        assert not run.is_recorded(tmp_path)
-        records.add(End(1.0))
-    assert run.is_recorded(tmp_path)
+def test_a_case_refuses_unknown_names():
+    with pytest.raises(
+        ValueError, match="unknown scheduler 'best': it is PLACEMENT\\+POLICY, of the placements d2lpm"
+    ):
+        CompareOptions(schedulers="best")
+    with pytest.raises(ValueError, match="no scheduler"):
+        CompareOptions(schedulers="")
+    assert CompareOptions(schedulers="least_tokens+dlpm-predict").repeats == 2
+    with pytest.raises(ValueError, match="unknown workload"):
+        CompareOptions(workloads="tot")
+
+
+def test_a_cell_has_a_file(tmp_path):
+    path = Cell("tot-s1", "d2lpm+dlpm D=2", 1).path(tmp_path)
+    assert path == tmp_path / "tot-s1.d2lpm+dlpm.D=2.1.jsonl"
 
 
 def test_a_scheduler_is_a_placement_and_a_policy():

@@ -21,8 +21,7 @@ from workloads.programs import Call, PackedCodec, Program, Reply
 from workloads.records import Records, Run, read
 from workloads.session import Plan
 from workloads.simulation import Site, describe, simulate
-from workloads.simulation.command import SimulateOptions, main
-from workloads.simulation.comparison import SimulatedCase, carry_out, runs_of
+from workloads.simulation.command import Job, SimulateOptions, main, simulate_cell
 from workloads.simulation.run import Simulation
 
 CODEC = PackedCodec()
@@ -324,7 +323,6 @@ def test_the_bound_of_d2lpm_holds_and_is_put_to_the_test():
     site = replace(TIGHT, kv_tokens=2000, quantum=50.0)
     run = simulate(site, traffic(rate_per_s=30.0), Plan(5.0, sample_s=0.1))
     summary = summarize(run)
-    assert summary.measured_by == "replicas"
     assert summary.backlog_s > 1
     assert 0 < summary.service_difference <= summary.bound
     served = {name: client.service_rate for name, client in summary.clients.items()}
@@ -417,6 +415,12 @@ def test_the_command_compares_in_processes_as_in_one(tmp_path, capsys):
     assert (out / "summary.json").exists()
     assert main([*sizes, "--jobs", "2"]) == 0
     assert last_line(capsys.readouterr().out)["rows"] == told["rows"]
+    last = out / "records" / "tot-s1.d2lpm+dlpm.D=1.0.jsonl"
+    last.write_text("".join(last.read_text().splitlines(keepends=True)[:3]))
+    assert main([*sizes, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert last_line(printed)["rows"] == told["rows"]
+    assert "[1/1]" in printed, "only what was cut off is run again"
     assert main([*FEW, "--out", str(out)]) == 2
     capsys.readouterr()
     assert main([*FEW, "--schedulers", "round_robin+lpm", "--json", str(line / "x")]) == 2
@@ -430,10 +434,10 @@ def test_options_reach_policy_placement_and_caches():
         schedulers="d2lpm+dlpm,round_robin+dlpm",
         cache_share="on",
     )
-    first, second = given.new_case().variants().values()
+    first, second = given.variants.values()
     assert (first.policy_options, first.placement_options) == ("patience=5", {"cache_threshold": 0.3})
     assert (second.policy_options, second.placement_options) == ("patience=5", {})
-    for site, fair in ((first, True), (SimulateOptions().new_case().site, False)):
+    for site, fair in ((first, True), (SimulateOptions().site, False)):
         assert site.make_replica(0).cache.order.fair == fair
 
 
@@ -443,16 +447,14 @@ def test_a_trace_is_replayed(tmp_path, capsys):
         {"arrival_s": k / 4, "client": "ab"[k % 2], "input_tokens": 50, "output_tokens": 4} for k in range(20)
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    case = SimulatedCase(
-        site=Site(), replicas=(1,), workloads=("mine",), traces={"mine": trace}, repeats=1, duration_s=3.0
-    )
-    result = carry_out(runs_of(case, tmp_path)[0])
-    run = read(result.run.path)
+    case = SimulateOptions(replicas="1", trace=[trace], schedulers="d2lpm+dlpm", duration=3.0)
+    cell, path = case.cell("mine", "d2lpm+dlpm", 0), tmp_path / "run.jsonl"
+    simulate_cell(Job(case, cell, None, path))
+    run = read(path)
     told = [(r.t_intended_s, r.client, r.prompt_tokens, r.output_tokens) for r in run.requests]
     assert sorted(told) == [tuple(line.values()) for line in lines[:12]]
-    assert len(case.traffic("mine", "0")) == 2
-    faster = replace(case, rates_per_s={"mine": 8.0})
-    assert sum(len(client.arrival_times(until_s=3.0)) for client in faster.traffic("mine", "0")) == 20
+    assert len(case.traffic(cell, None)) == 2
+    assert sum(len(client.arrival_times(until_s=3.0)) for client in case.traffic(cell, 8.0)) == 20
     arguments = ["--jobs", "1", "--repeats", "1", "--duration", "2", "--schedulers", "round_robin+vtc"]
     assert main([*arguments, "--trace", str(trace), "--workloads", "arena"]) == 0
     assert {row["workload"] for row in last_line(capsys.readouterr().out)["rows"]} == {"mine", "arena"}

@@ -26,6 +26,7 @@ from workloads.experiments.claims import VERDICTS
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.model_validation import Validation
 from workloads.experiments.runner import Failed, Job, Outcome
+from workloads.records import replace_text
 from workloads.runs.options import command
 from workloads.terminal import make_console, sigterm_as_ctrl_c
 
@@ -124,7 +125,7 @@ def _reproduce(given: ReproduceOptions, experiments: Mapping[str, Experiment]) -
     reported = _show_reports(asked or experiments, given.folder, console)
     if given.page:
         known = on_page(experiments)
-        store.replace_text(given.page, results.page(store.read_folder(given.folder, known), known))
+        replace_text(given.page, results.page(store.read_folder(given.folder, known), known))
         console.print(f"wrote {given.page}")
     if given.publish:
         _publish(reported, experiments, console)
@@ -235,7 +236,7 @@ def _publish(
         store.publish(PUBLISHED, one.records)
     records, known = store.read_published(PUBLISHED), on_page(experiments)
     _draw(results.reports(records, known), PUBLISHED, ("png",), console)
-    store.replace_text(PAGE, results.page(records, known))
+    replace_text(PAGE, results.page(records, known))
     console.print(f"wrote {PAGE} and {PUBLISHED}/ of {len(reported)} experiments")
 
 

@@ -34,7 +34,7 @@ from workloads.experiments.plots import Figure, Panel, Panels
 from workloads.measures import prices, summarize
 from workloads.programs import Codec, PackedCodec, TokenCodec
 from workloads.records import Records, Run
-from workloads.runs.case import ComparisonCase, completed
+from workloads.runs.comparison import burst, completed, rate_at
 from workloads.session import Plan
 from workloads.simulation import Site, describe, simulate
 from workloads.table import Requests
@@ -197,7 +197,7 @@ class _Validate:
     def __init__(self, cell: Cell, seed: str, engines: ValidatedEngines, folder: Path) -> None:
         self._cell, self._seed, self._engines, self._folder = cell, seed, engines, folder
         self._site, self._plan = cell.site, cell.plan
-        self._case = ComparisonCase(workloads=WORKLOADS, scale=Scale(**cell.traffic.arguments["scale"]))
+        self._scale, self._rates = Scale(**cell.traffic.arguments["scale"]), dict[str, float]()
         self.runs: dict[str, dict[str, Run]] = {workload: {} for workload in WORKLOADS}
 
     async def run(self) -> dict[str, Json]:
@@ -221,7 +221,7 @@ class _Validate:
         return {
             "calibration": calibration,
             "hop_s": self._site.hop_s,
-            "rates_per_s": dict(self._case.rates_per_s),
+            "rates_per_s": self._rates,
             "workloads": {workload: compared(names, self.runs[workload]) for workload in WORKLOADS},
         }
 
@@ -295,14 +295,15 @@ class _Validate:
         """Set the clients' rates: a part of what the simulated site completes of a burst of good programs."""
         for workload in WORKLOADS:
             each = 16 if SCENARIOS[workload].app == "judge" else 4
-            clients = self._case.burst(workload, PackedCodec(), seed=self._seed)
+            clients = burst(workload, self._scale, PackedCodec(), seed=self._seed)
             plan = Plan(duration_s=600.0, programs_per_client=each, drain_s=None)
             count, last_s = completed(simulate(self._site, clients, plan, seed=self._seed))
-            self._case = self._case.with_capacity(workload, count / last_s)
+            self._rates[workload] = rate_at(count / last_s, workload, self._scale)
 
     def _clients(self, workload: str, codec: Codec) -> tuple[Client, ...]:
-        rate_per_s = self._case.rates_per_s[workload]
-        return self._case.clients(workload, codec, rate_per_s=rate_per_s, seed=self._seed)
+        return SCENARIOS[workload].clients(
+            scale=self._scale, rate_per_s=self._rates[workload], codec=codec, first_s=0.0, seed=self._seed
+        )
 
 
 # ---- what is compared

@@ -5,7 +5,7 @@ cell that fails, or whose worker process dies, is reported with its error, and t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 from workloads.experiments import store
 from workloads.experiments.contract import CURVES, Cell, Experiment, Json, Measured, Size
 from workloads.experiments.store import Record
-from workloads.runs.pool import Failed, Made, Pool
+from workloads.runs.pool import Failed, Made, carry_out
 
 __all__ = ["Failed", "Job", "Made", "Outcome", "jobs_of", "missing", "run"]
 
@@ -82,8 +82,8 @@ def run(
     For other processes `experiments` is the name of the module whose `EXPERIMENTS` they import.
     """
     failed = []
-    with Pool(workers) as pool:
-        for job, outcome in pool.carry_out(partial(_measure, experiments), jobs, began):
+    with closing(carry_out(partial(_measure, experiments), jobs, workers, began)) as outcomes:
+        for job, outcome in outcomes:
             if isinstance(outcome, Made):
                 store.write(folder, _record(job, outcome, size, versions, machine))
             else:

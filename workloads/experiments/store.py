@@ -6,7 +6,6 @@ specification has changed since is out of date and is made anew.
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from workloads.experiments.contract import Cell, Json, Size, filled
+from workloads.records import replace_text
 
 SCHEMA = 1
 
@@ -138,11 +138,3 @@ def rounded(value: Json, digits: int = DIGITS) -> Json:
         short = float(f"{value:.{digits}g}")
         return int(short) if short.is_integer() and abs(short) < 1e15 else short
     return value
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, and the next run after an interruption, sees all of it or the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

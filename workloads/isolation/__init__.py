@@ -2,8 +2,7 @@
 
     attacks     who sends what: light clients, running victims, and the client beside them
     measures    from records to the numbers of a row
-    live        the stacks on this machine: ours, and stock SGLang behind sglang-router
-    command     `sglang-fair bench isolation`
+    command     `sglang-fair bench isolation`: the stacks on this machine
 
 The attacks and the measures are pure: `experiments.beyond_isolation` has them in the simulator.
 """

@@ -1,29 +1,13 @@
-"""Commands whose options are the fields of a dataclass, and those that all comparisons of schedulers have in common."""
+"""Commands whose options are the fields of a dataclass, and how their values are read."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
 from inspect import signature
-from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from router.placement import PLACEMENTS
 from sglang_fair.common.pairs import split_pairs, typed
-from sglang_fair.core import POLICIES
-from sglang_fair.settings.commands import Mistake, Option
-from workloads.clients import Scale
-from workloads.runs.case import LOADS, SCHEDULERS
+from sglang_fair.settings.commands import Mistake
 
 OptionsT = TypeVar("OptionsT")
-
-Traffic, Runs = partial(Option, rich_help_panel="The traffic"), partial(Option, rich_help_panel="The runs")
-Number = partial(Traffic, metavar="N")
-Duration: TypeAlias = Annotated[float, Traffic(metavar="S", help="Seconds of arrivals in a run.")]
-Drain: TypeAlias = Annotated[float, Traffic(metavar="S", help="Longest wait for the well-behaved clients.")]
-QuestionTokens: TypeAlias = Annotated[int, Number(help="Tree of thoughts: length of a question.")]
-ThoughtTokens: TypeAlias = Annotated[int, Number(help="Tree of thoughts: length of a thought.")]
-ArticleTokens: TypeAlias = Annotated[int, Number(help="Judge: length of an article.")]
-JudgementTokens: TypeAlias = Annotated[int, Number(help="Judge: length of a judgement.")]
 
 
 def command(
@@ -43,55 +27,6 @@ def command(
     call.__doc__ = act.__doc__
     call.__signature__ = signature(options)  # type: ignore[attr-defined]
     return call
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonOptions:
-    """Of every comparison. Defaults of cases that differ are given by who derives from it."""
-
-    schedulers: Annotated[
-        str,
-        Option(
-            metavar="A+B,...",
-            help=f"PLACEMENT+POLICY, comma separated, of {', '.join(PLACEMENTS)} and {', '.join(POLICIES)}.",
-        ),
-    ] = ",".join(SCHEDULERS)
-    duration: Duration = 15.0
-    drain: Drain = 5.0
-    load: Annotated[
-        float | None,
-        Traffic(
-            metavar="PART",
-            help="Each client's rate, as a part of its equal share of the measured capacity. "
-            f"[default: {', '.join(f'{app} {load:g}' for app, load in LOADS.items())}]",
-            show_default=False,
-        ),
-    ] = None
-    good_clients: Annotated[int, Number(help="Clients beside the one that misbehaves.")] = 3
-    question_tokens: QuestionTokens = 546
-    thought_tokens: ThoughtTokens = 256
-    article_tokens: ArticleTokens = 2701
-    judgement_tokens: JudgementTokens = 256
-    repeats: Annotated[int, Runs(metavar="N", help="Runs of each; medians are shown.")] = 2
-    seed: Annotated[int, Runs(metavar="N", help="Of the programs and their arrivals.")] = 0
-    json_file: Annotated[
-        Path | None,
-        Runs("--json", metavar="FILE", help="Write the last line to FILE too.", show_default=False),
-    ] = None
-
-    def case(self, scale: Scale, **more: Any) -> dict[str, Any]:
-        """The fields of a `ComparisonCase` that these give, on that scale but for their lengths, and `more`."""
-        lengths = ("good_clients", "question_tokens", "thought_tokens", "article_tokens", "judgement_tokens")
-        return {
-            "schedulers": names(self.schedulers),
-            "repeats": self.repeats,
-            "duration_s": self.duration,
-            "drain_s": self.drain,
-            "seed": self.seed,
-            "load": self.load,
-            "scale": replace(scale, **{name: getattr(self, name) for name in lengths}),
-            **more,
-        }
 
 
 def names(text: str) -> tuple[str, ...]:

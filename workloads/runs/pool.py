@@ -1,15 +1,17 @@
-"""Carries out independent jobs, here or in worker processes. A job that fails, or kills its worker, fails alone."""
+"""Carries out independent jobs, here or in worker processes. A job that fails fails alone; one that ends its process
+takes those with it that run beside it, and the others go on."""
 
+import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from multiprocessing import connection, get_context, parent_process
-from multiprocessing.context import SpawnProcess
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from multiprocessing import active_children, get_context, parent_process
+from typing import Generic, TypeAlias, TypeVar
 
 from sglang_fair.common.processes import die_with_parent
 
@@ -56,107 +58,53 @@ def attempt(work: Callable[[JobT], ResultT], job: JobT) -> Made[ResultT] | Faile
     return Made(result, time.perf_counter() - began_s, started)
 
 
-class Pool:
-    """Up to `workers` processes, each of which carries out one job after the other; 0 carries out jobs in this process.
+def carry_out(
+    work: Callable[[JobT], ResultT],
+    jobs: Sequence[JobT],
+    workers: int,
+    began: Callable[[JobT], None] = lambda _: None,
+) -> Generator[Ended[JobT, ResultT], None, None]:
+    """Each job with its outcome, as they end, in so many processes; 0 is this one. `began` is called as each begins.
 
-    Processes start when they are first needed and end with the pool, or with this process, however that ends. Use it
-    as a context manager.
+    `work` and the jobs must be picklable. The processes end with the iteration, or with this process, however that
+    ends.
     """
-
-    def __init__(self, workers: int) -> None:
-        if workers < 0:
-            raise ValueError(f"a pool has 0 workers or more, not {workers}")
-        self._size = workers
-        self._crew: list[_Worker] = []
-
-    def carry_out(
-        self,
-        work: Callable[[JobT], ResultT],
-        jobs: Sequence[JobT],
-        began: Callable[[JobT], None] = lambda _: None,
-    ) -> Iterator[Ended[JobT, ResultT]]:
-        """Each job with what came of it, as they end. `began` is called as each begins.
-
-        `work` and the jobs must be picklable; `work` should be found by import.
-        """
-        if not self._size:
-            for job in jobs:
-                began(job)
-                yield job, attempt(work, job)
-            return
-        waiting = list(reversed(jobs))
-        self._crew = [worker for worker in self._crew if worker.alive]
-        self._crew += [_Worker() for _ in range(min(self._size, len(jobs)) - len(self._crew))]
-        for worker in self._crew[: len(jobs)]:
-            began(worker.take(work, waiting.pop()))
-        while busy := {worker.pipe: worker for worker in self._crew if worker.job is not None}:
-            for pipe in connection.wait(list(busy)):
-                worker = busy[pipe]  # type: ignore[index]  # of what was given
-                yield worker.ended()
-                if waiting:
-                    if not worker.alive:
-                        self._crew[self._crew.index(worker)] = worker = _Worker()
-                    began(worker.take(work, waiting.pop()))
-
-    def close(self) -> None:
-        """End the processes, whatever they do."""
-        for worker in self._crew:
-            worker.end()
-        self._crew.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    if not workers:
+        for job in jobs:
+            began(job)
+            yield job, attempt(work, job)
+        return
+    waiting = list(reversed(jobs))
+    running: dict[Future[Made[ResultT] | Failed], JobT] = {}
+    others, pool = active_children(), _start(workers)
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                began(job := waiting.pop())
+                running[pool.submit(attempt, work, job)] = job
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            if any(isinstance(one.exception(), BrokenProcessPool) for one in ended):
+                ended = set(running)
+                wait(ended)
+                pool = _start(workers)
+            for one in ended:
+                broken = isinstance(one.exception(), BrokenProcessPool)
+                yield running.pop(one), Failed("its process died") if broken else one.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(active_children()) - set(others):
+            process.terminate()
 
 
-class _Worker:
-    """A process that carries out one job after the other."""
-
-    def __init__(self) -> None:
-        # It starts afresh: a forked process would share this one's threads and locks.
-        context = get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process: SpawnProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()  # so that the pipe breaks when the process ends
-        self.alive = True
-        self.job: Any = None
-
-    def take(self, work: Callable[[JobT], ResultT], job: JobT) -> JobT:
-        """Begin a job. Returns it."""
-        assert self.job is None, "one job at a time"
-        self.job = job
-        with suppress(OSError):  # it died while it was idle; its broken pipe says so to `ended`
-            self.pipe.send((work, job))
-        return job
-
-    def ended(self) -> Ended[Any, Any]:
-        """What came of the job, once there is something to read."""
-        job, self.job = self.job, None
-        assert job is not None, "a job was taken"
-        try:
-            return job, self.pipe.recv()
-        except (EOFError, OSError):
-            self.alive = False
-            self.process.join()
-            return job, Failed(f"its process died with exit code {self.process.exitcode}")
-
-    def end(self) -> None:
-        self.pipe.close()
-        self.process.terminate()
-        self.process.join()
+def _start(workers: int) -> ProcessPoolExecutor:
+    # They start afresh: a forked process would share this one's threads and locks.
+    return ProcessPoolExecutor(workers, get_context("spawn"), _begin)
 
 
-def _serve(pipe: "connection.Connection[Any, Any]") -> None:
-    """A worker's life: until the other end of the pipe closes, or the parent dies. Ctrl-C is left to the parent."""
+def _begin() -> None:
+    """A worker ends with its parent; Ctrl-C is the parent's."""
     die_with_parent()
     if (parent := parent_process()) is None or not parent.is_alive():  # it died before the kernel was asked
-        return
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with suppress(EOFError, BrokenPipeError):
-        while True:
-            work, job = pipe.recv()
-            pipe.send(attempt(work, job))

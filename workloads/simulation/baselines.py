@@ -54,7 +54,7 @@ class Place:
 
 
 class _Queueing(Placement):
-    """What all have in common: workers, and what is in flight there."""
+    """Workers, and what is in flight there."""
 
     uses_caches: ClassVar[bool] = False
     uses_progress: ClassVar[bool] = True
@@ -131,7 +131,7 @@ class _Queueing(Placement):
         return self._pull(now_s)
 
     def _take(self, request: Request, now_s: float) -> str | None:
-        """A request has come: the worker that gets it at once, or none."""
+        """The worker that gets a new request at once, or none."""
         raise NotImplementedError
 
     def _pull(self, now_s: float) -> tuple[Request, str] | None:
@@ -153,8 +153,6 @@ class _Queueing(Placement):
 
 
 class Edf(_Queueing):
-    """Request by request."""
-
     by_deadline: ClassVar[bool] = True
 
     def __init__(self, prefers_loaded: bool = False) -> None:
@@ -187,14 +185,10 @@ class Edf(_Queueing):
 
 
 class Fcfs(Edf):
-    """The same in order of arrival."""
-
     by_deadline: ClassVar[bool] = False
 
 
 class Shepherd(_Queueing):
-    """Batches that never change."""
-
     def __init__(self, longest_tokens: int = 2048) -> None:
         super().__init__()
         self._longest = longest_tokens
@@ -231,36 +225,31 @@ class Shepherd(_Queueing):
 
     def _take_batch(self, place: Place, model: str, now_s: float) -> None:
         """As many as fit; those that are late already come last."""
-        heap = self._waiting[model]
-        tokens = 0
-        late: list[Entry] = []
-        batch: list[Entry] = []
-        while heap:
-            entry = heappop(heap)
-            if entry[1].id in self._gone:
-                continue
-            if entry[0][0] < now_s:
-                late.append(entry)
-                continue
+        heap, tokens = self._waiting[model], 0
+        late, batch = list[Entry](), list[Entry]()
+        place.bound = batch
+
+        def takes(entry: Entry) -> bool:
+            nonlocal tokens
             size = entry[1].input_tokens + self._longest
             if batch and tokens + size > place.kv_tokens:
                 heappush(heap, entry)
-                break
+                return False
             tokens += size
             batch.append(entry)
+            return True
+
+        while (entry := self._first(heap)) is not None:
+            heappop(heap)
+            if entry[0][0] < now_s:
+                late.append(entry)
+            elif not takes(entry):
+                break
         for entry in late:
-            size = entry[1].input_tokens + self._longest
-            if batch and tokens + size > place.kv_tokens:
-                heappush(heap, entry)
-            else:
-                tokens += size
-                batch.append(entry)
-        place.bound = batch
+            takes(entry)
 
 
 class Spread(_Queueing):
-    """A queue at each worker, which requests go to when they come."""
-
     def __init__(self, by: str = "turn", seed: int = 0) -> None:
         super().__init__()
         self._by, self._rng, self._turn = by, Random(seed), 0
@@ -286,8 +275,6 @@ class Spread(_Queueing):
 
 
 class Push(_Queueing):
-    """No queue."""
-
     def _take(self, request: Request, now_s: float) -> str | None:
         able = [one for one in self.places.values() if one.loaded == request.model]
         return min(able, key=lambda one: (one.tokens / one.kv_tokens, one.name)).name

@@ -2,17 +2,20 @@
 
 sglang-fair simulate --gpu h100 --model llama-3.1-8b --replicas 2,4,8 --rate 0.5
 sglang-fair simulate --schedulers d2lpm+dlpm --quantum 500,2000,8000 --worker-quantum 5000,20000
+
+Runs are independent of each other, so they go to as many processes as there are cores. Their results do not depend on
+that.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, TypeVar
-
-from rich.console import Console
 
 from router.placement import parse_options
 from sglang_fair.common.provenance import cores
@@ -21,20 +24,33 @@ from sglang_fair.settings.commands import Option, run
 from sglang_fair.settings.program import option_of
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
-from workloads.clients import SCENARIOS, Scale
-from workloads.records import read
+from workloads.clients import SCENARIOS, Client
+from workloads.measures import Summary, summarize
+from workloads.programs import PackedCodec
+from workloads.records import Cell, stamp
 from workloads.report import number
-from workloads.runs import options
-from workloads.runs.comparison import show
-from workloads.runs.pool import Failed, Pool
-from workloads.simulation.comparison import SimulatedCase, SimulatedResult, capacity, carry_out, runs_of
+from workloads.runs import comparison, options
+from workloads.runs.comparison import Case, Comparison, burst, completed, parts, summary_of
+from workloads.runs.pool import Failed, carry_out
+from workloads.session import Plan
+from workloads.simulation.run import describe, simulate
 from workloads.simulation.site import Site
 from workloads.terminal import make_console, sigterm_as_ctrl_c
 from workloads.traces import STAND_INS, find_trace
 
 NAME = "sglang-fair simulate"
-CASE, SITE = SimulatedCase(), Site()
+SITE = Site()
 """Whose fields are the options' defaults."""
+WORKLOADS = "tot-s1,judge-s1"
+
+BURST_S = 60.0
+"""Shortest burst that measures capacity: its start and its tail are part of the time."""
+
+CONNECTIONS = 1_000_000
+"""Of a client in the burst: so many that none is held back before it has reached the replicas' queues."""
+
+MOST_BURST_PROGRAMS = 4096
+"""Of one client, however fast the site is."""
 
 EPILOG = "Where several values are given, each combination is run on the same programs and arrivals."
 
@@ -47,7 +63,7 @@ def of_cluster(name: str, help: str = "", unset: str = "", program: type = table
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions(options.ComparisonOptions):
+class SimulateOptions(Case):
     gpu: Annotated[str, of_cluster("gpu", f"Of each replica: {', '.join(GPUS)}.")] = SITE.gpu
     model: Annotated[str, ClusterOption(help=f"What it serves: {', '.join(SHAPES)}.")] = SITE.model
     cost_model: Annotated[
@@ -98,42 +114,89 @@ class SimulateOptions(options.ComparisonOptions):
     )
     workloads: Annotated[
         str | None,
-        options.Traffic(
+        comparison.Traffic(
             metavar="W,...",
             help=f"Of {', '.join(SCENARIOS)}; {', '.join(STAND_INS)}: made-up traces with the statistics of real ones. "
-            f"[default: {','.join(CASE.workloads)}, with --trace none]",
+            f"[default: {WORKLOADS}, with --trace none]",
         ),
     ] = None
     trace: Annotated[
         list[Path] | None,
-        options.Traffic(
+        comparison.Traffic(
             metavar="FILE",
             help="Replay JSON lines of arrival_s, client, input_tokens, output_tokens, or Mooncake's; repeatable.",
         ),
     ] = None
     rate: Annotated[
         float | None,
-        options.Traffic(
+        comparison.Traffic(
             metavar="R",
             help="Programs/s of each client [default: by the load]; of a trace, all requests/s [default: its own].",
         ),
     ] = None
     cv: Annotated[
         float,
-        options.Traffic(help="Variation of the gaps between arrivals: 1 Poisson, 0 even, more: bursts."),
-    ] = CASE.cv
-    duration: options.Duration = CASE.duration_s
-    drain: options.Drain = CASE.drain_s
-    jobs: Annotated[int, options.Runs(metavar="N", help="Processes.")] = cores()
+        comparison.Traffic(help="Variation of the gaps between arrivals: 1 Poisson, 0 even, more: bursts."),
+    ] = 1.0
+    jobs: Annotated[int, comparison.Runs(metavar="N", help="Processes.")] = cores()
     out: Annotated[
         Path | None,
-        options.Runs(metavar="DIR", help="Records, plots and summary.json go there. [default: nowhere]"),
+        comparison.Runs(
+            metavar="DIR",
+            help="Records, plots and summary.json go there; what is there is not run again. [default: nowhere]",
+        ),
     ] = None
 
-    def site(self, replicas: int) -> Site:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.jobs < 1:
+            raise ValueError(f"--jobs must be at least 1, not {self.jobs}")
+        for path in self.traces.values():
+            find_trace(str(path))
+        named = {name for scheduler in self.scheduler_names for name in parts(scheduler)}
+        for text in (*(self.policy_options or ()), *(self.placement_options or ())):
+            if (name := text.partition(":")[0]) not in named:
+                raise ValueError(f"options are given for {name!r}, which is not among the schedulers")
+        for site in self.variants.values():
+            site.settings()
+            describe(site, [], self.plan)
+
+    @property
+    def traces(self) -> Mapping[str, Path]:
+        """Trace files by name, which is a workload's."""
+        traces = {Path(path).stem: Path(path) for path in self.trace or ()}
+        if len(traces) < len(self.trace or ()):
+            raise ValueError("two traces have the same name")
+        return traces
+
+    @property
+    def known_workloads(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*SCENARIOS, *STAND_INS, *self.traces)))
+
+    @property
+    def workload_names(self) -> tuple[str, ...]:
+        default = "" if self.trace else WORKLOADS
+        return tuple(dict.fromkeys((*options.names(self.workloads or default), *self.traces)))
+
+    @property
+    def rates_given(self) -> Mapping[str, float]:
+        return {} if self.rate is None else dict.fromkeys(self.workload_names, self.rate)
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """Workloads of programs without a rate; traces have their own."""
+        return [
+            name for name in self.workload_names if self.is_scenario(name) and name not in self.rates_given
+        ]
+
+    def is_scenario(self, workload: str) -> bool:
+        """A workload of programs, not a trace."""
+        return workload in SCENARIOS and workload not in self.traces
+
+    @cached_property
+    def site(self) -> Site:
         """What all variants have in common. Raises ValueError and OSError."""
         given: dict[str, Any] = {
-            "replicas": replicas,
             "cost": self.cost,
             "payer": self.payer,
             "stall_ms": self.stall_ms,
@@ -150,34 +213,95 @@ class SimulateOptions(options.ComparisonOptions):
         known = {name: value for name, value in given.items() if value is not None}
         return Site(gpu=self.gpu, model=self.model, **known)
 
-    def new_case(self) -> SimulatedCase:
-        """Raises ValueError and OSError."""
-        sizes = tuple(_whole("--replicas", size) for size in options.numbers("--replicas", self.replicas))
-        if not sizes:
-            raise ValueError("--replicas: no number is given")
-        traces = _traces(self.trace or [])
-        default = () if traces else CASE.workloads
-        named = default if self.workloads is None else options.names(self.workloads)
-        workloads = tuple(dict.fromkeys((*named, *traces)))
-        by_placement = options.options_by_name("--placement-options", self.placement_options or [])
-        return SimulatedCase(
-            **self.case(
-                Scale(),
-                site=self.site(sizes[0]),
-                workloads=workloads,
-                traces=traces,
-                replicas=sizes,
-                quanta=options.numbers("--quantum", self.quantum) or (None,),
-                worker_quanta=options.numbers("--worker-quantum", self.worker_quantum) or (None,),
-                policy_options=options.options_by_name("--policy-options", self.policy_options or []),
-                placement_options={name: parse_options(text) for name, text in by_placement.items()},
-                cv=self.cv,
-                rates_per_s={} if self.rate is None else dict.fromkeys(workloads, self.rate),
+    @cached_property
+    def variants(self) -> Mapping[str, Site]:
+        """The sites that are compared, by the scheduler's name, in which a dimension with several values stands."""
+        sizes = options.numbers("--replicas", self.replicas)
+        if not sizes or not all(size.is_integer() for size in sizes):
+            raise ValueError(f"--replicas takes whole numbers, not {self.replicas!r}")
+        dimensions: dict[str, tuple[float | None, ...]] = {
+            "D": sizes,
+            "Qu": options.numbers("--quantum", self.quantum) or (None,),
+            "Qw": options.numbers("--worker-quantum", self.worker_quantum) or (None,),
+        }
+        of_policy = options.options_by_name("--policy-options", self.policy_options or [])
+        of_placement = options.options_by_name("--placement-options", self.placement_options or [])
+        found = {}
+        for scheduler, values in product(self.scheduler_names, product(*dimensions.values())):
+            placement, policy = parts(scheduler)
+            named = [
+                f"{name}=default" if value is None else f"{name}={value:g}"
+                for (name, several), value in zip(dimensions.items(), values, strict=True)
+                if len(several) > 1
+            ]
+            found[" ".join([scheduler, *named])] = replace(
+                self.site,
+                placement=placement,
+                policy=policy,
+                replicas=int(values[0] or 0),
+                quantum=values[1],
+                worker_quantum=values[2],
+                policy_options=of_policy.get(policy, ""),
+                placement_options=parse_options(of_placement.get(placement, "")),
             )
+        return found
+
+    def traffic(self, cell: Cell, rate: float | None) -> tuple[Client, ...]:
+        """The clients of one run, of a scenario or of a trace. A trace's rate is of all clients, in requests per
+        second."""
+        if self.is_scenario(cell.workload):
+            assert rate is not None, cell
+            return self.clients(cell, PackedCodec(), rate, self.cv)
+        trace = find_trace(str(self.traces.get(cell.workload, cell.workload)))
+        sent = trace if rate is None else trace.at_rate(rate)
+        return sent.between(0.0, self.duration).clients(PackedCodec(), seed=cell.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run that is to be made."""
+
+    case: SimulateOptions
+    cell: Cell
+    rate: float | None
+    path: Path | None
+    """Where its records go; None: nowhere."""
+
+
+def simulate_cell(job: Job) -> tuple[Summary, float]:
+    """Its measures, and its length in virtual time. Raises RuntimeError if no request was served."""
+    case, cell = job.case, job.cell
+    site, clients = case.variants[cell.scheduler], case.traffic(cell, job.rate)
+    made = describe(site, clients, case.plan, seed=cell.seed, workload=cell.workload, repeat=cell.repeat)
+    manifest = replace(made, scheduler=cell.scheduler, **(stamp() if job.path else {}))
+    records = simulate(site, clients, case.plan, seed=cell.seed, manifest=manifest, path=job.path)
+    assert records.end is not None
+    return summary_of(cell, records), records.end.t_s
+
+
+def capacity(case: SimulateOptions, workload: str) -> float:
+    """Well-behaved programs per second that the first variant completes in a burst. Raises ValueError if none ends
+    well."""
+    site = next(iter(case.variants.values()))
+    each = 8 * site.replicas
+    while True:
+        plan = Plan(
+            duration_s=3600.0,
+            programs_per_client=each,
+            drain_s=None,
+            connections_per_client=CONNECTIONS,
+            sample_s=60.0,
         )
+        run = simulate(site, burst(workload, case.scale, PackedCodec()), plan)
+        programs, last_s = completed(run)
+        if not programs:
+            raise ValueError(f"{workload}: no program ended well on this site: {run.errors}")
+        if last_s >= BURST_S or each >= MOST_BURST_PROGRAMS:
+            return programs / last_s
+        each *= 2
 
 
-def simulate(given: SimulateOptions) -> int:
+def compare(case: SimulateOptions) -> int:
     """Compare schedulers, quanta and numbers of replicas in virtual time.
 
     The router and the policies are those of the live cluster. The engines are modelled: a cost model says how long
@@ -185,28 +309,42 @@ def simulate(given: SimulateOptions) -> int:
 
     Exit code 0, 2 for bad input, 130 after Ctrl-C.
     """
-    if given.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, not {given.jobs}")
-    case, console = given.new_case(), make_console()
-    if given.out is not None and (given.out / "summary.json").exists():
-        raise ValueError(f"{given.out} holds a comparison already")
-    with sigterm_as_ctrl_c(), Pool(0 if given.jobs == 1 else given.jobs) as pool:
-        began_s = time.monotonic()
-        case = _with_rates(case, pool, console)
-        results = _carried_out(case, given.out, pool, console)
-        simulated_s, speed = sum(one.simulated_s for one in results), median(one.speed for one in results)
-        show(
+    made, began_s = Comparison(case, case.out, make_console()), time.monotonic()
+    workers = 0 if case.jobs == 1 else case.jobs
+    with sigterm_as_ctrl_c():
+        for workload, found, _ in _made(
+            partial(capacity, case), [name for name in case.unmeasured if name not in made.rates], workers
+        ):
+            made.measured(workload, found)
+        cells = [
+            case.cell(workload, scheduler, repeat)
+            for workload in case.workload_names
+            for scheduler in case.variants
+            for repeat in range(case.repeats)
+        ]
+        missing = [
+            Job(case, cell, made.rates.get(cell.workload), made.path(cell))
+            for cell in cells
+            if made.recorded(cell) is None
+        ]
+        summaries: dict[Cell, Summary] = {}
+        simulated_s, speeds = 0.0, list[float]()
+        for job, (summary, length_s), wall_s in _made(simulate_cell, missing, workers):
+            summaries[job.cell] = summary
+            simulated_s, speeds = simulated_s + length_s, [*speeds, length_s / wall_s]
+            made.say(
+                f"[{len(speeds)}/{len(missing)}] {job.cell}, seed {job.cell.seed}: {length_s:.0f} s in {wall_s:.1f} s"
+            )
+        runs = {cell: run for cell in cells if (run := made.recorded(cell)) is not None}
+        speed = median(speeds) if speeds else None
+        made.show(
             "simulate",
-            [read(result.run.path) for result in results if result.run.path],
-            [result.summary for result in results],
-            console,
-            note=f"{number(simulated_s)} s of {case.site.engine} simulated in "
-            f"{number(time.monotonic() - began_s)} s; one run {number(speed)} times faster than real time (median)",
-            seed=case.seed,
-            more={"rates_per_s": dict(case.rates_per_s), "times_real_time": speed},
-            folder=given.out,
-            kept={"case": asdict(case)},
-            json_file=given.json_file,
+            list(runs.values()),
+            [summaries.get(cell) or summarize(runs[cell]) for cell in cells],
+            f"{number(simulated_s)} s of {case.site.engine} simulated in {number(time.monotonic() - began_s)} s; "
+            f"one run {number(speed)} times faster than real time (median)",
+            rates_per_s=made.rates,
+            times_real_time=speed,
         )
     return 0
 
@@ -216,64 +354,16 @@ ResultT = TypeVar("ResultT")
 
 
 def _made(
-    pool: Pool, work: Callable[[JobT], ResultT], jobs: Sequence[JobT]
-) -> Iterator[tuple[JobT, ResultT]]:
-    """Jobs with their results, as they end. Raises RuntimeError as soon as one fails."""
-    for job, outcome in pool.carry_out(work, jobs):
-        if isinstance(outcome, Failed):
-            raise RuntimeError(outcome.reason)
-        yield job, outcome.measured
-
-
-def _with_rates(case: SimulatedCase, pool: Pool, console: Console) -> SimulatedCase:
-    """The case with an arrival rate for each scenario; measured where none is given."""
-    missing = case.unmeasured()
-    if missing:
-        console.print(f"measuring the capacity for {', '.join(missing)}", highlight=False)
-    found = dict(_made(pool, partial(capacity, case), missing))
-    for workload in missing:
-        case = case.with_capacity(workload, found[workload])
-        console.print(
-            f"{workload}: capacity {number(found[workload])}, "
-            f"each client {number(case.rates_per_s[workload])} programs/s",
-            highlight=False,
-        )
-    return case
-
-
-def _carried_out(
-    case: SimulatedCase, folder: Path | None, pool: Pool, console: Console
-) -> list[SimulatedResult]:
-    """All runs, in the order of the tables, with a line for each as it ends."""
-    runs = runs_of(case, folder)
-    results = {}
-    for one, result in _made(pool, carry_out, runs):
-        results[one.key] = result
-        console.print(
-            f"[{len(results)}/{len(runs)}] {one.key}, seed {case.seed_of(one.key.repeat)}: "
-            f"{result.simulated_s:.0f} s in {result.wall_s:.1f} s, {number(result.speed)} times real time",
-            highlight=False,
-            markup=False,
-        )
-    return [results[one.key] for one in runs]
-
-
-def _traces(paths: Sequence[Path]) -> dict[str, Path]:
-    """Trace files by name. Raises ValueError and OSError for files that are no traces."""
-    traces = {path.stem: path for path in paths}
-    if len(traces) < len(paths):
-        raise ValueError("two traces have the same name")
-    for path in traces.values():
-        find_trace(str(path))
-    return traces
-
-
-def _whole(option: str, value: float) -> int:
-    if not value.is_integer():
-        raise ValueError(f"{option} takes whole numbers, not {value:g}")
-    return int(value)
+    work: Callable[[JobT], ResultT], jobs: Sequence[JobT], workers: int
+) -> Iterator[tuple[JobT, ResultT, float]]:
+    """Jobs with their results and their time, as they end. Raises RuntimeError as soon as one fails."""
+    with closing(carry_out(work, jobs, workers)) as outcomes:
+        for job, outcome in outcomes:
+            if isinstance(outcome, Failed):
+                raise RuntimeError(outcome.reason)
+            yield job, outcome.measured, outcome.wall_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    return run(options.command(SimulateOptions, simulate), NAME, arguments, epilog=EPILOG)
+    return run(options.command(SimulateOptions, compare), NAME, arguments, epilog=EPILOG)

@@ -12,7 +12,7 @@ import os
 import pkgutil
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +35,6 @@ SMALLEST_MODEL = {
 }
 """128 bytes of KV cache per token, so that a pool as large as a GPU's fits into a few megabytes."""
 
-RECORDED = ("tick", "arrive", "admit", "computed", "finish", "leave", "retract", "refused", "end_pass")
-RECORDED_WAITS = ("hold", "set_aside")
-"""What `core.admission` tells the record, and its waits."""
-
 
 @dataclass(slots=True)
 class Step:
@@ -55,8 +51,6 @@ class Step:
     admitted: int
     prompt_tokens: int
     cached_tokens: int
-    recorded_us: float
-    """Of `wall_ms`: what keeping the record took, once that is timed (`Engine.time_record`)."""
 
 
 class Engine:
@@ -87,8 +81,6 @@ class Engine:
         self._scheduler = _scheduler(admit_per_step, seed, policy, pool_tokens, arguments)
         self._step: Step | None = None
         self._ballast: Any = None
-        self.recorded_us = 0.0
-        """Wall-clock time, the watch's own included; see `time_record`."""
         self._watch()
 
     # ---- the state before a run
@@ -117,21 +109,6 @@ class Engine:
         from sglang_fair.overlay.clock import Clock
 
         self._scheduler.clock = Clock(is_shared=False, read=lambda: 0.0)
-
-    def time_record(self) -> None:
-        """Counts in `recorded_us`, until the next `use`, how long the overlay keeps its record of the requests."""
-        record = self._scheduler.fair.record
-        for keeper, names in ((record, RECORDED), (record.waits, RECORDED_WAITS)):
-            for name in names:
-                setattr(keeper, name, self._timed(getattr(keeper, name)))
-
-    def _timed(self, function: Callable[..., None]) -> Callable[..., None]:
-        def timed(*args: Any) -> None:
-            started = time.perf_counter_ns()
-            function(*args)
-            self.recorded_us += (time.perf_counter_ns() - started) / 1e3
-
-        return timed
 
     def limit_pool(self, tokens: int) -> None:
         """Leaves `tokens` free in the pool and occupies the rest until the next `use`."""
@@ -199,16 +176,6 @@ class Engine:
         scheduler.last_batch = batch
         return self._step
 
-    def filter_ms(self, admitted: int) -> float:
-        """CPU time of SGLang's own O(queue) removal of `admitted` requests. It is part of every step."""
-        queue = list(self._scheduler.waiting_queue)
-        gone = set(queue[:admitted])
-        started = time.thread_time()
-        kept = [request for request in queue if request not in gone]
-        elapsed_ms = 1e3 * (time.thread_time() - started)
-        assert len(kept) == len(queue) - len(gone)
-        return elapsed_ms
-
     def cache(self) -> tuple[str, str]:
         """Class names of the tree cache and its core."""
         tree = self._scheduler.tree_cache
@@ -221,7 +188,6 @@ class Engine:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with _build_marks() as marks:
-                recorded_us = self.recorded_us
                 started, wall_started = time.thread_time(), time.perf_counter()
                 batch, running = form(scheduler, *args, **kwargs)
                 elapsed, wall_elapsed = time.thread_time() - started, time.perf_counter() - wall_started
@@ -236,7 +202,6 @@ class Engine:
                 admitted=len(requests),
                 prompt_tokens=sum(len(request.origin_input_ids) for request in requests),
                 cached_tokens=sum(request.cached_tokens for request in requests),
-                recorded_us=self.recorded_us - recorded_us,
             )
             return batch, running
 

@@ -5,13 +5,10 @@
 Everything runs in one process on SGLang's real scheduler, requests and tree cache (see `one_process`).
 
 A step is one call of `Scheduler._get_new_batch_prefill_raw`. It covers the policy's `calc_priority`, the look-up
-and admission of each candidate, removing the admitted requests from the queue (SGLang's own O(queue) filter,
-which is also shown separately) and the overlay's hooks around all of that. It does not cover building the batch's
+and admission of each candidate, removing the admitted requests from the queue (SGLang's own O(queue) filter) and
+the overlay's hooks around all of that. It does not cover building the batch's
 tensors, arrivals (shown separately), SGLang's count of the waiting tokens, the model, or the processing of results.
 Times are CPU time of the scheduler's thread; `wall_ms_p50` is wall-clock time.
-
-The record from which requests are explained is timed in further steps behind these. It is kept when requests come, in
-a step, and when results are processed, so its time is set against all three: a turn of the scheduler.
 
 The queue keeps its length: each step admits four requests, which end with their first token, and four new ones
 arrive, so the tree changes in every step. Half of each prompt is one of 64 shared prefixes, all of them cached at
@@ -24,7 +21,6 @@ LPM falls back to FCFS above 128 waiting requests. `sglang:lpm-naive` is stock L
 
 import gc
 import os
-import platform
 import random
 import statistics
 import sys
@@ -32,15 +28,12 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 
-from sglang_fair.bench import Show, carry_out
-from sglang_fair.common.provenance import processor
+from sglang_fair.bench import Show, carry_out, choose, conditions, grid, percentile
 from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers, run
 
 PREFIXES = 64
@@ -100,10 +93,8 @@ class Contender:
 class StepTimes:
     """One row of the result: what a step costs one policy with one queue.
 
-    Times are per step, `arrival_us` per request. `filter_ms` is part of a step, `build_ms_p50` is not.
-    `cached_tokens_share` is the part of the admitted prompts' tokens that the cache had. Of a step the record takes
-    `step_record_us_p50`; of a turn (`turn_ms_p50`: a step, its results, and four arrivals) `record_us_p50`. These three
-    are None without our hooks.
+    Times are per step, `arrival_us` per request; `build_ms_p50` is no part of a step. `cached_tokens_share` is the part
+    of the admitted prompts' tokens that the cache had.
     """
 
     policy: str
@@ -114,23 +105,10 @@ class StepTimes:
     step_ms_p50: float
     step_ms_p99: float
     wall_ms_p50: float
-    filter_ms: float
     arrival_us: float
     build_ms_p50: float
     cached_tokens_share: float
     steps: int
-    turn_ms_p50: float | None = None
-    record_us_p50: float | None = None
-    step_record_us_p50: float | None = None
-
-    @property
-    def record_shares(self) -> tuple[float, float] | None:
-        """What the record takes of a step, and of a turn."""
-        if self.record_us_p50 is None or self.step_record_us_p50 is None or not self.turn_ms_p50:
-            return None
-        return self.step_record_us_p50 / (1e3 * self.step_ms_p50), self.record_us_p50 / (
-            1e3 * self.turn_ms_p50
-        )
 
 
 OPTIONS = {"rpm": f"limit={UNLIMITED}"}
@@ -223,18 +201,7 @@ def measure(
         hits, tokens = hits + step.cached_tokens, tokens + step.prompt_tokens
         arrivals_ms += engine.arrive(requests(left))
         arrived += left
-    times_ms = sorted(step.order_ms for step in taken)
-    turns_ms, recorded_us, step_recorded_us = list[float](), list[float](), list[float]()
-    if contender.overlay:
-        engine.time_record()
-        until = time.perf_counter() + limit_s
-        while len(turns_ms) < steps and (len(turns_ms) < 5 or time.perf_counter() < until):
-            before_us, started = engine.recorded_us, time.thread_time()
-            step, left = _turn(engine)
-            step_recorded_us.append(step.recorded_us)
-            turn_ms = 1e3 * (time.thread_time() - started)
-            turns_ms.append(turn_ms + engine.arrive(requests(left)))
-            recorded_us.append(engine.recorded_us - before_us)
+    times_ms = [step.order_ms for step in taken]
     return StepTimes(
         policy=contender.label,
         queued=shape.queued,
@@ -242,16 +209,12 @@ def measure(
         prompt_tokens=shape.prompt_tokens,
         cached="partly",
         step_ms_p50=round(statistics.median(times_ms), 4),
-        step_ms_p99=round(times_ms[min(len(times_ms) - 1, int(0.99 * len(times_ms)))], 4),
+        step_ms_p99=round(percentile(times_ms, 99), 4),
         wall_ms_p50=round(statistics.median(step.wall_ms for step in taken), 4),
-        filter_ms=round(statistics.median(engine.filter_ms(ADMITTED_PER_STEP) for _ in range(5)), 4),
         arrival_us=round(1e3 * arrivals_ms / max(1, arrived), 2),
         build_ms_p50=round(statistics.median(step.build_ms for step in taken), 4),
         cached_tokens_share=round(hits / max(1, tokens), 4),
         steps=len(taken),
-        turn_ms_p50=round(statistics.median(turns_ms), 4) if turns_ms else None,
-        record_us_p50=round(statistics.median(recorded_us), 2) if recorded_us else None,
-        step_record_us_p50=round(statistics.median(step_recorded_us), 2) if step_recorded_us else None,
     )
 
 
@@ -275,74 +238,36 @@ def _turn(engine: Any) -> tuple[Any, int]:
 
 def table(rows: Sequence[StepTimes]) -> str:
     """Medians and, in brackets, 99th percentiles: one line for each policy."""
-    columns = sorted({(row.prompt_tokens, row.clients, row.queued) for row in rows})
     lines = [
         "step, ms, median (99th percentile)",
-        f"{'prompt tokens':18}" + "".join(f"{p:>17,}" for p, _, _ in columns),
-        f"{'clients':18}" + "".join(f"{c:>17,}" for _, c, _ in columns),
-        f"{'queued':18}" + "".join(f"{q:>17,}" for _, _, q in columns),
+        grid(
+            rows,
+            "policy",
+            ("prompt_tokens", "clients", "queued"),
+            lambda row: f"{row.step_ms_p50:.2f} ({row.step_ms_p99:.2f})",
+        ),
     ]
-    for policy in dict.fromkeys(row.policy for row in rows):
-        found = {(r.prompt_tokens, r.clients, r.queued): r for r in rows if r.policy == policy}
-        cells = [
-            f"{row.step_ms_p50:.2f} ({row.step_ms_p99:.2f})" if (row := found.get(column)) else "-"
-            for column in columns
-        ]
-        lines.append(f"{policy:18}" + "".join(f"{cell:>17}" for cell in cells))
-    apart = [
-        f"{statistics.median(r.filter_ms for r in rows if r.queued == q):.3f} ms at {q:,}"
-        for q in sorted({row.queued for row in rows})
-    ]
-    lines.append(f"SGLang's own filter of the queue, a part of every step: {', '.join(apart)}")
     for ours in (True, False):
         group = [row.arrival_us for row in rows if row.policy.startswith("sglang:") is not ours]
         if group:
             name = "with our books" if ours else "stock"
             lines.append(f"one arrival, {name}: {statistics.median(group):.1f} µs")
-    for q in sorted({row.queued for row in rows}):
-        shares = [row.record_shares for row in rows if row.queued == q and row.record_shares is not None]
-        for what, parts in zip(("step", "turn of the scheduler"), zip(*shares, strict=True), strict=False):
-            lines.append(
-                f"the record for `explain`, of a {what} with {q:,} queued: median {statistics.median(parts):.1%}, "
-                f"at most {max(parts):.1%}"
-            )
     return "\n".join(lines)
-
-
-def setting(seed: int) -> dict[str, Any]:
-    """What a reader needs to run it again and to judge the numbers: versions, machine, load, seed."""
-    names = ("sglang", "torch", "sglang-fair")
-    return {
-        "seed": seed,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
-        "machine": {
-            "cpu": processor(),
-            "cores": os.cpu_count(),
-            "load_before": [round(load, 2) for load in os.getloadavg()],
-        },
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "admitted_per_step": ADMITTED_PER_STEP,
-        "running": RUNNING,
-        "shared_prefixes": PREFIXES,
-    }
-
-
-def choose(names: str | None, all_contenders: Sequence[Contender]) -> list[Contender]:
-    """The contenders with these comma-separated names, None for all; ValueError for an unknown name."""
-    known = {contender.label: contender for contender in all_contenders}
-    wanted = names.split(",") if names else list(known)
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise ValueError(f"unknown policy {', '.join(unknown)}; there are {', '.join(known)}")
-    return [known[name] for name in wanted]
 
 
 def run_bench(plan: BenchPlan, show: Show) -> dict[str, Any]:
     """Runs the bench. The result's `rows` have the fields of `StepTimes`."""
     from sglang_fair.engines.bench.one_process import Engine
 
-    record = {"bench": "scheduler", **setting(plan.seed)}
-    chosen = choose(plan.policies, contenders())
+    record: dict[str, Any] = {
+        "bench": "scheduler",
+        **conditions(plan.seed),
+        "admitted_per_step": ADMITTED_PER_STEP,
+        "running": RUNNING,
+        "shared_prefixes": PREFIXES,
+    }
+    known = {contender.label: contender for contender in contenders()}
+    chosen = [known[name] for name in choose(plan.policies, known, "policy")]
     show("starting SGLang's scheduler")
     engine = Engine(ADMITTED_PER_STEP, plan.seed)
     record["cache"] = engine.cache()
@@ -357,7 +282,7 @@ def run_bench(plan: BenchPlan, show: Show) -> dict[str, Any]:
                 f"  {shape.prompt_tokens:>5,} tokens  {row.policy:18} {row.step_ms_p50:9.3f} ms"
                 f"  (p99 {row.step_ms_p99:.2f}, {row.steps} steps)"
             )
-    record["machine"]["load_after"] = [round(load, 2) for load in os.getloadavg()]
+    record["machine"]["load_after_1min"] = os.getloadavg()[0]
     show(table(rows))
     return {**record, "rows": [asdict(row) for row in rows]}
 
