@@ -1,8 +1,7 @@
-"""The report's plots as PNG files: service over time, latency, and throughput against fairness."""
+"""A comparison's plots as PNG files: service over time, and latency."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sglang_fair.core.fairness import Curve
-from workloads.measures import Summary, prices, rows
+from workloads.measures import prices
 from workloads.programs import Outcome
 from workloads.records import Run
 from workloads.table import Requests
@@ -24,10 +23,8 @@ one line: a legend of hundreds of names leaves no room for the plot."""
 MOST_LABELS = 24
 """A legend with more of them is left out."""
 
-_MARKERS = "osD^v<>"
 
-
-def draw_all(runs: Sequence[Run], summaries: Sequence[Summary], folder: Path) -> list[Path]:
+def draw_all(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Draw all plots of these runs into `folder`. Returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     colours = _colours(runs)
@@ -39,7 +36,6 @@ def draw_all(runs: Sequence[Run], summaries: Sequence[Summary], folder: Path) ->
         first = [run for run in group if run.manifest.repeat == min(r.manifest.repeat for r in group)]
         written.append(_save(_service(first, workload), folder / f"{workload}-service.png"))
         written.append(_save(_latency(group, workload, colours), folder / f"{workload}-latency.png"))
-    written.append(_save(_scatter(summaries, colours), folder / "throughput-jain.png"))
     return written
 
 
@@ -125,27 +121,6 @@ def _latency(runs: Sequence[Run], workload: str, colours: Mapping[str, str]) -> 
     panel.set_ylabel("share of all programs")
     panel.set_title(f"{workload}: well-behaved clients", fontsize=10)
     _legend(panel, loc="lower right")
-    return figure
-
-
-def _scatter(summaries: Sequence[Summary], colours: Mapping[str, str]) -> Figure:
-    """Throughput against fairness: a point for each scheduler and workload; up and to the right is better."""
-    figure = Figure(figsize=(5.4, 3.8), layout="constrained")
-    panel: Axes = figure.subplots()
-    markers = dict(zip(dict.fromkeys(s.workload for s in summaries), cycle(_MARKERS), strict=False))
-    for row in rows(summaries):
-        fairness, throughput = row["jain"], row["throughput_tokens_per_s"]
-        if isinstance(fairness, float) and isinstance(throughput, float):
-            panel.scatter(
-                fairness,
-                throughput,
-                color=colours[str(row["scheduler"])],
-                marker=markers[str(row["workload"])],
-                label=f"{row['scheduler']}, {row['workload']}",
-            )
-    panel.set_xlabel("Jain's index of service rates")
-    panel.set_ylabel("throughput, tokens/s")
-    _legend(panel, fontsize=7)
     return figure
 
 

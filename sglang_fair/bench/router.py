@@ -13,9 +13,7 @@ other clients has a short request in flight from beginning to end.
 
 * decisions/s: one over the mean time of a decision and the end of a request together. p50, p99 and max are of the
   decision alone.
-* events: conversations come and go while the tree is full. Two events store each, a prompt of 512 tokens and an
-  answer of 128, and one removes all its blocks, as SGLang sends them. Tokens per second counts those stored and
-  those removed.
+* event tokens per second: how fast the KV events are taken in that build the tree.
 * bytes per token: how much the process's resident memory grows while the tree is built, over the tokens in it, each
   counted once however many workers hold it. Block hashes and nodes are included.
 
@@ -102,20 +100,6 @@ class DecisionTimes:
     matched_share: float
     decisions: int
     preempted: int
-
-
-@dataclass(frozen=True, slots=True)
-class EventTimes:
-    """How long KV events took while the tree was full, and how fast they built it."""
-
-    workers: int
-    tokens_per_s: float
-    us_p50: float
-    us_p99: float
-    us_max: float
-    build_tokens_per_s: float
-    tree_tokens: int
-    nodes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,35 +262,6 @@ def measure(
     )
 
 
-def measure_events(traffic: Traffic, tree_tokens: int, conversations: int) -> EventTimes:
-    """Times events while the tree is full. The router evicts nothing: the workers say what goes."""
-    router, build_rate = filled("round_robin", traffic, tree_tokens)
-    router.tree.max_tree_tokens *= 2
-    clock, tokens = Clock(), 0
-    ends: deque[Removed] = deque()
-    gc.collect()
-    for _ in range(conversations):
-        asked, answered, removed = traffic.conversation()
-        ends.append(removed)
-        stored: list[Event] = [asked, answered]
-        if len(ends) > 64:
-            stored.append(ends.popleft())
-            tokens += TAIL_TOKENS + ANSWER_TOKENS
-        for event in stored:
-            clock.time(router.handle, event, 0.0)
-        tokens += TAIL_TOKENS + ANSWER_TOKENS
-    return EventTimes(
-        workers=len(traffic.workers),
-        tokens_per_s=round(tokens / (sum(clock.cpu_us) / 1e6)),
-        us_p50=round(percentile(clock.cpu_us, 50), 2),
-        us_p99=round(percentile(clock.cpu_us, 99), 2),
-        us_max=round(percentile(clock.cpu_us, 100), 2),
-        build_tokens_per_s=round(build_rate),
-        tree_tokens=router.tree.tokens,
-        nodes=router.tree.nodes,
-    )
-
-
 def bytes_per_token(traffic: Traffic, tree_tokens: int) -> float:
     """Resident memory of a full tree. Measure it first: memory that was freed before would hide it."""
     gc.collect()
@@ -342,20 +297,13 @@ def run(setting: Setting, show: Show) -> dict[str, Any]:
 
     per_token = bytes_per_token(traffic(setting.workers[0]), setting.tree_tokens)
     show(f"{per_token} bytes per token in the tree")
-    events = []
-    for workers in setting.workers:
-        event = measure_events(traffic(workers), setting.tree_tokens, conversations=setting.decisions)
-        events.append(event)
-        show(
-            f"{workers} workers: {event.tokens_per_s:,} event tokens/s "
-            f"(an event: p50 {event.us_p50} µs, p99 {event.us_p99}, max {event.us_max})"
-        )
-    rows: list[DecisionTimes] = []
+    rows, rates = list[DecisionTimes](), list[float]()
     collect_young_only()
     for workers in setting.workers:
         for placement in setting.placements:
             source = traffic(workers)
-            router, _ = filled(placement, source, setting.tree_tokens)
+            router, rate = filled(placement, source, setting.tree_tokens)
+            rates.append(rate)
             for arrive in source.crowd(setting.outstanding):
                 router.handle(arrive, 0.0)
             for tokens in setting.prompt_tokens:
@@ -372,8 +320,7 @@ def run(setting: Setting, show: Show) -> dict[str, Any]:
         **record,
         "rows": [asdict(row) for row in rows],
         "bytes_per_token": per_token,
-        "event_tokens_per_s": min(event.tokens_per_s for event in events),
-        "events": [asdict(event) for event in events],
+        "event_tokens_per_s": round(min(rates)),
     }
 
 

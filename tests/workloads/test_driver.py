@@ -2,13 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from tests.support.stand_in import make_tokenizer
+from tests.workloads.peer import Handler, Peer
 from workloads import wire
 from workloads.arrivals import GammaArrivals
 from workloads.clients import Client
@@ -21,39 +23,11 @@ LIMIT_S = 60.0
 """For what takes little time, on however busy a machine."""
 
 BYTES = TokenCodec(lambda text: list(text.encode()))
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class FakeServer:
-    """Streams answers of the length asked for; keeps what it was sent."""
-
-    def __init__(self, incremental: bool = False, delay_s: float = 0.0) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.incremental = incremental
-        self.delay_s = delay_s
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        self.headers.append({name.lower(): value for name, value in request.headers.items()})
-        response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-fair-worker": "r1"})
-        await response.prepare(request)
-        wanted = body["sampling_params"]["max_new_tokens"]
-        ids = list(range(1000, 1000 + wanted))
-        for count in range(1, wanted + 1):
-            await asyncio.sleep(self.delay_s)
-            meta = {
-                "prompt_tokens": len(body.get("input_ids", body.get("text", ""))),
-                "cached_tokens": 3,
-                "completion_tokens": count,
-                "finish_reason": {"type": "length"} if count == wanted else None,
-            }
-            new = ids[count - 1 : count] if self.incremental else ids[:count]
-            event = {"text": "x" * len(new), "output_ids": new, "meta_info": meta}
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def client(program: Callable[[int], Program], name: str = "a", rate: float = 1000.0, **more: Any) -> Client:
@@ -61,7 +35,7 @@ def client(program: Callable[[int], Program], name: str = "a", rate: float = 100
 
 
 def drive(
-    handlers: dict[str, Handler],
+    handlers: Mapping[str, Handler],
     clients: list[Client],
     plan: Plan | None = None,
     kind: str = wire.GENERATE,
@@ -96,25 +70,27 @@ def tree(_: int) -> Program:
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_tree_goes_over_the_wire_with_its_thoughts_identity_and_exact_counts(incremental):
-    server = FakeServer(incremental)
-    run = drive({"/generate": server.generate}, [client(tree)], tag="@7")
+def test_a_tree_goes_over_the_wire_with_its_thoughts_identity_and_exact_counts(incremental, tokenizer):
+    server = Peer(tokenizer, incremental=incremental)
+    run = drive(server.handlers, [client(tree)], tag="@7")
     assert len(run.requests) == 6
     assert run.end is not None
     (program,) = run.programs
     assert (program.outcome, program.requests, program.failed) == ("ok", 6, 0)
     roots, leaves = server.bodies[:2], server.bodies[2:]
+    paths = [[*root["input_ids"], *ids] for root in roots for ids in server.answers[:2]]
     for leaf in leaves:
-        assert any(leaf["input_ids"][: len(root["input_ids"])] == root["input_ids"] for root in roots)
-        assert 1002 in leaf["input_ids"], "the thought's own token ids are part of the path"
+        assert any(leaf["input_ids"][: len(path)] == path for path in paths), (
+            "a thought's ids are in the path"
+        )
     asked, sent = server.bodies[0]["sampling_params"], server.headers[0]
     assert asked == {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}
     named = [sent[f"x-fair-{name}"] for name in ("client", "app", "interaction", "stage")]
     assert named == ["a@7", "tot", "a@7-0", "plan"]
     for record in run.requests:
         assert (record.outcome, record.worker) == ("ok", "r1")
-        assert (record.output_tokens, record.cached_tokens) == (3, 3)
-        assert record.extend_tokens == record.prompt_tokens - 3
+        assert (record.output_tokens, record.cached_tokens) == (3, 0)
+        assert record.extend_tokens == record.prompt_tokens > 0
         assert [count for _, count in record.token_times] == [1, 2, 3]
         assert record.t_intended_s <= record.t_start_s <= record.t_first_token_s <= record.t_done_s
 
@@ -214,22 +190,20 @@ def test_thoughts_are_tokens_and_no_text(name):
     assert (answer.output_tokens, answer.text, answer.finished) == (2, "Yes.", True)
 
 
-def test_replicas_are_sampled_under_plain_names_and_lost_samples_are_counted():
+def test_replicas_are_sampled_under_plain_names_and_lost_samples_are_counted(tokenizer):
     async def fair(_: web.Request) -> web.Response:
         account = {"service": 12.0, "waiting": 1, "running": 2, "deficit": -3}
         return web.json_response({"clients": {"a@1": account, "other": account}, "bound": 99.0})
 
-    server = FakeServer(delay_s=0.02)
+    answer = {wire.PATHS[wire.GENERATE]: Peer(tokenizer, step_s=0.02).handlers["/generate"]}
     plan = Plan(0.05, 1, drain_s=LIMIT_S, sample_s=0.02)
-    run = drive(
-        {"/generate": server.generate, "/fair": fair}, [client(tree)], plan, tag="@1", replicas=["r0", "r1"]
-    )
+    run = drive(answer | {"/fair": fair}, [client(tree)], plan, tag="@1", replicas=["r0", "r1"])
     assert {sample.worker for sample in run.samples} == {"r0", "r1"}
     assert run.samples[0].clients == {"a": {"service": 12.0, "waiting": 1, "running": 2}}
     assert run.samples[0].bound == 99.0
     assert run.end.lost_samples == 0
 
-    lost = drive({"/generate": server.generate, "/fair": refuse}, [client(tree)], plan, replicas=["r0"])
+    lost = drive(answer | {"/fair": refuse}, [client(tree)], plan, replicas=["r0"])
     assert lost.samples == []
     assert lost.end.lost_samples >= 1
 
@@ -237,12 +211,12 @@ def test_replicas_are_sampled_under_plain_names_and_lost_samples_are_counted():
 # ---- time
 
 
-def test_of_many_tokens_the_first_and_the_last_are_on_time():
+def test_of_many_tokens_the_first_and_the_last_are_on_time(tokenizer):
     def long_call(_: int) -> Program:
         yield Call("Why?", 20)
 
     plan = Plan(1.0, 1, drain_s=LIMIT_S, token_step_s=1e6)
-    (record,) = drive({"/generate": FakeServer(delay_s=0.001).generate}, [client(long_call)], plan).requests
+    (record,) = drive(Peer(tokenizer).handlers, [client(long_call)], plan).requests
     assert [count for _, count in record.token_times] == [1, 20]
     assert record.t_first_token_s == record.token_times[0][0] < record.token_times[1][0]
 
@@ -265,15 +239,14 @@ def test_the_body_names_the_client_where_asked_to():
         drive({"/generate": refuse}, [client(one_call)], endpoint={"user_field": True})
 
 
-def test_packed_prompts_are_token_ids_on_the_wire_and_so_is_their_answer():
-    codec = PackedCodec()
-    server = FakeServer()
+def test_packed_prompts_are_token_ids_on_the_wire_and_so_is_their_answer(tokenizer):
+    codec, server = PackedCodec(), Peer(tokenizer)
 
     def packed(_: int) -> Program:
         return TreeOfThought(branches=1, height=2, thought_tokens=3).program(codec.encode("Why?"), codec)
 
-    run = drive({"/generate": server.generate}, [client(packed)])
+    run = drive(server.handlers, [client(packed)])
     first, second = (body["input_ids"] for body in server.bodies)
     assert first[:4] == list(b"Why?")
-    assert second[: len(first) + 3] == [*first, 1000, 1001, 1002]
+    assert second[: len(first) + 3] == [*first, *server.answers[0]]
     assert [record.prompt_tokens for record in run.requests] == [len(first), len(second)]

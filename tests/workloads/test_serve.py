@@ -2,19 +2,14 @@
 
 import asyncio
 import json
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from tests.support.records import request as record
-from tests.support.stand_in import MODEL, PATHS, Engine, make_tokenizer
-from tests.support.threaded import served
+from tests.support.stand_in import MODEL, make_tokenizer
+from tests.workloads.peer import Peer
 from workloads import wire
 from workloads.endpoints import EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import failures, fairness_report
@@ -22,65 +17,6 @@ from workloads.load import ClientSpec, LoadOptions, load_trace, read_trace
 from workloads.programs import TextCodec
 from workloads.records import End, Manifest, ProgramRecord, RequestRecord, Run, read
 from workloads.serve import main
-
-
-class Peer:
-    """A server that answers as the stand-in engine does, and remembers who asked."""
-
-    def __init__(self, tokenizer: Path, *, step_s: float = 0.001, usage: bool = True) -> None:
-        self._engine = Engine(tokenizer)
-        self._step_s = step_s
-        self._usage = usage
-        self.models: list[str] = [MODEL]
-        self.refused: set[str] = set()
-        self.interrupt_after: int | None = None
-        self.headers: list[dict[str, str]] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.at_once = self.most_at_once = 0
-
-    def _handler(self, kind: str) -> Any:
-        async def answer(request: web.Request) -> web.StreamResponse:
-            body = await request.json()
-            self.bodies.append(body)
-            self.headers.append({name.lower(): value for name, value in request.headers.items()})
-            if len(self.bodies) == self.interrupt_after:
-                os.kill(os.getpid(), signal.SIGINT)
-            if request.headers.get("x-fair-client") in self.refused:
-                return web.Response(status=429, text="too many requests")
-            self.at_once += 1
-            self.most_at_once = max(self.most_at_once, self.at_once)
-            try:
-                return await self._stream(kind, body | {"rid": "r"}, request)
-            finally:
-                self.at_once -= 1
-
-        return answer
-
-    async def _stream(self, kind: str, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
-        if kind in wire.WHOLE:
-            *_, step = self._engine.steps(kind, body)
-            return web.json_response(self._engine.whole(kind, body, step))
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        for event in self._engine.events(kind, body):
-            if b'"usage"' in event and not self._usage:
-                continue
-            await asyncio.sleep(self._step_s)
-            await response.write(event)
-        return response
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
-
-    @contextmanager
-    def serve(self) -> Iterator[str]:
-        """Its URL, for as long as it runs."""
-        app = web.Application()
-        app.router.add_get("/v1/models", self._models)
-        for path, kind in PATHS.items():
-            app.router.add_post(path, self._handler(kind))
-        with served(app) as url:
-            yield url
 
 
 @pytest.fixture(scope="module")

@@ -242,7 +242,7 @@ class Comparison:
         told = [{field: row[field] for field in LINE} for row in table]
         line = {"bench": name, "rows": told, "versions": versions(), "seed": self.case.seed, **more}
         if self.folder is not None:
-            self._draw(runs, summaries, self.folder)
+            self._draw(runs, self.folder)
             found = {
                 "comparison": line,
                 "case": self.case.to_json(),
@@ -254,13 +254,13 @@ class Comparison:
             self.say(f"records, plots and summary.json: {self.folder}")
         print_line(line, self.case.json_file)
 
-    def _draw(self, runs: Sequence[Run], summaries: Sequence[Summary], folder: Path) -> None:
+    def _draw(self, runs: Sequence[Run], folder: Path) -> None:
         try:
             from workloads.plots import draw_all
         except ImportError as error:
             self.say(f"no plots: {missing_extra('matplotlib') or error}")
         else:
-            draw_all(runs, summaries, folder)
+            draw_all(runs, folder)
 
     def _save(self) -> None:
         if self.folder is not None:
