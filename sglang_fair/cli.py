@@ -73,7 +73,7 @@ PROGRAMS = {
     ),
     "compare": Program("workloads.compare", "Compare schedulers and placements on workload programs."),
     "simulate": Program(
-        "workloads.simulation",
+        "workloads.simulation.command",
         "Compare schedulers, quanta and numbers of replicas on modelled GPUs, in virtual time.",
     ),
     "reproduce": Program(
@@ -108,7 +108,7 @@ BENCHES = {
         "Time the way through the gateway, in front of an engine that answers at once.",
     ),
     "isolation": Program(
-        "workloads.isolation",
+        "workloads.isolation.command",
         "Flood emulated A100 from one client, and see what the others get, beside stock SGLang behind sglang-router.",
     ),
     "serve": Program(

@@ -13,13 +13,9 @@ from typing import Any, NamedTuple
 
 from workloads.arrivals import Arrivals, GammaArrivals
 from workloads.programs.call import Program
-from workloads.programs.chat import Chat
 from workloads.programs.codec import Codec
-from workloads.programs.document_qa import DocumentQa
-from workloads.programs.judge import Judge
+from workloads.programs.kinds import Chat, DocumentQa, Judge, Single, TreeOfThought
 from workloads.programs.prose import Articles, Passages, Source, WordProblems, draw, filler, seeded
-from workloads.programs.single import Single
-from workloads.programs.tree_of_thought import TreeOfThought
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from string import ascii_lowercase
 
 import numpy as np
 
-from workloads.programs.call import Call, Program, Prompt, Reply
+from workloads.programs.call import Call, Execution, Program, Prompt, Reply
 from workloads.programs.codec import TOKEN_BYTES, TextCodec
-from workloads.programs.execution import Execution
 from workloads.programs.prose import seeded
 
 _CHARS_PER_TOKEN = TextCodec().chars_per_token

@@ -1,5 +1,4 @@
-"""The one server that workloads are tested against: a made-up engine in all its interfaces, and a cluster of it. It keeps
-what it was sent."""
+"""The one server that workloads are tested against: a made-up engine in all its interfaces, and a cluster of it."""
 
 import asyncio
 import json

@@ -25,7 +25,7 @@ from workloads.traces import (
     servegen,
 )
 from workloads.traces.mooncake import conversation_of
-from workloads.traces.profiles import Lengths, Window
+from workloads.traces.servegen import Lengths, Window
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 ARENA = DATA / "vtc_arena_trace.jsonl"

@@ -18,10 +18,7 @@ from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site
-from workloads.traces import Trace, profiles
-from workloads.traces.mooncake import mooncake
-from workloads.traces.production import production
-from workloads.traces.servegen import servegen
+from workloads.traces import Trace, mix, mooncake, production, servegen
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +152,7 @@ DRAIN_S = 120.0
 def _mixed(spec: TrafficSpec, seed: str) -> list[Client]:
     """The mix, made from a seed in place of the traces' files, so that it is the same everywhere."""
     arguments = spec.arguments
-    senders = profiles.mix(
+    senders = mix(
         servegen(),
         clients=arguments["clients"],
         rate_per_s=arguments["rate_per_s"],

@@ -40,10 +40,8 @@ from workloads.clients import Client, fixed_length_client
 from workloads.experiments.contract import Cell, Json, Simulated, TrafficSpec
 from workloads.programs import PackedCodec
 from workloads.programs.call import Program
-from workloads.programs.chat import Chat
-from workloads.programs.judge import Judge
+from workloads.programs.kinds import Chat, Judge, TreeOfThought
 from workloads.programs.prose import Articles, WordProblems, draw, filler, seeded
-from workloads.programs.tree_of_thought import TreeOfThought
 
 MINUTE_S, START_S, FOREVER_S = 60.0, 1e-3, 1e9
 CODEC = PackedCodec()

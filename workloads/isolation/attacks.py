@@ -13,7 +13,7 @@ from workloads.arrivals import EvenArrivals, GammaArrivals
 from workloads.clients import Client
 from workloads.programs import Codec
 from workloads.programs.call import Call, Program
-from workloads.programs.chat import Chat, Turn
+from workloads.programs.kinds import Chat, Turn
 from workloads.programs.prose import filler, seeded
 
 LIGHT, VICTIM, OTHER = "light", "victim", "other"

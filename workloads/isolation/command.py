@@ -17,6 +17,7 @@ too slow to bring it the requests.
 
 import asyncio
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -324,3 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(
         options.command(IsolationOptions, isolation), f"sglang-fair bench {NAME}", arguments, epilog=EPILOG
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ Runs are independent of each other, so they go to as many processes as there are
 that.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -367,3 +368,7 @@ def _made(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     return run(options.command(SimulateOptions, compare), NAME, arguments, epilog=EPILOG)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

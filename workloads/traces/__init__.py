@@ -4,10 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from workloads.traces.arena import arena
-from workloads.traces.mooncake import mooncake
-from workloads.traces.production import production
-from workloads.traces.profiles import Profile, mix
-from workloads.traces.servegen import servegen
+from workloads.traces.mooncake import mooncake, production
+from workloads.traces.servegen import Profile, mix, servegen
 from workloads.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
 
 __all__ = [

@@ -19,8 +19,8 @@ from workloads.arrivals import GivenArrivals
 from workloads.clients import Client
 from workloads.programs.call import Program, Prompt
 from workloads.programs.codec import Codec
+from workloads.programs.kinds import Single
 from workloads.programs.prose import filler
-from workloads.programs.single import Single
 
 BLOCK_TOKENS = 512
 """Mooncake's blocks."""
