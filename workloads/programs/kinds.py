@@ -48,7 +48,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A kind of conversation, by the averages of its turns. Each turn's prompt is all that was said so far, as the model
+    """A kind of conversation, by the averages of its turns. A turn's prompt is all that was said so far, as the model
     wrote it, and new words; between an answer and the next words their writer thinks.
 
     Lengths are those of DLPM's Table 2 for Chatbot Arena, 56 tokens of prefix and 142 of answer on average: the first
