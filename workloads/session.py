@@ -142,22 +142,19 @@ class Arrival:
     t_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Refill:
+class Refill(NamedTuple):
     """Timer: a closed-loop client may begin another program."""
 
     client: Client
 
 
-@dataclass(frozen=True, slots=True)
-class TimeUp:
+class TimeUp(NamedTuple):
     """Timer: this program has taken too long, if it is still under way."""
 
     program: ActiveProgram
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(NamedTuple):
     """Timer: one of the client's connections has become free for this request."""
 
     request: Request
@@ -245,6 +242,9 @@ class Session:
         """Programs under way for which the end of the session waits."""
         self._draining = False
         self._over = False
+        self._now_s = 0.0
+        self._actions: list[Action] = []
+        """Of the call that is being answered."""
 
     @property
     def over(self) -> bool:
@@ -256,66 +256,61 @@ class Session:
     def start(self) -> list[Action]:
         """Arrivals, the first programs of the closed loop, and the deadlines."""
         plan = self._plan
-        actions: list[Action] = [
-            Wait(0.0, Refill(client))
-            for client in self._clients
-            for _ in range(plan.at_once.get(client.name, 0))
-        ]
+        for client in self._clients:
+            for _ in range(plan.at_once.get(client.name, 0)):
+                self._wait(0.0, Refill(client))
         due = _arrivals(self._clients, plan)
         self.progress.programs_due = len(due)
-        actions += [Wait(arrival.t_s, arrival) for arrival in due]
+        for arrival in due:
+            self._wait(arrival.t_s, arrival)
         last_s = due[-1].t_s if due else 0.0
-        open_until_s = last_s if plan.programs_per_client is not None else plan.duration_s
-        actions.append(Wait(open_until_s, Deadline.OPEN_LOOP))
-        actions.append(Wait(plan.duration_s, Deadline.ARRIVALS))
-        return actions
+        self._wait(last_s if plan.programs_per_client is not None else plan.duration_s, Deadline.OPEN_LOOP)
+        self._wait(plan.duration_s, Deadline.ARRIVALS)
+        return self._taken()
 
     def due(self, what: Timer, now_s: float) -> list[Action]:
         """A timer has run out. When the session is over, only requests are taken, so that each whose time had come has
         a record."""
-        actions: list[Action] = []
+        self._now_s = now_s
         match what:
             case Request(program=program) if program.timed_out:
                 pass
             case Request():
-                self._connect(what, now_s, actions)
+                self._connect(what)
             case _ if self._over:
                 pass
             case Connected(request):
-                _send(request, now_s, actions)
+                self._send(request)
             case TimeUp(program):
-                self._time_out(program, now_s, actions)
+                self._time_out(program)
             case Arrival(client, index, t_s):
-                self._begin(client, index, t_s, now_s, actions)
+                self._begin(client, index, t_s)
             case Refill(client):
-                self._refill(client, now_s, actions)
-                self._end_arrivals(now_s, actions)
+                self._refill(client)
+                self._end_arrivals()
             case Deadline.OPEN_LOOP:
                 self._open_loop = False
-                self._end_arrivals(now_s, actions)
+                self._end_arrivals()
             case Deadline.ARRIVALS:
-                self._end_arrivals(now_s, actions)
+                self._end_arrivals()
             case Deadline.DRAIN:
                 self._over = True
             case _:
                 assert_never(what)
-        return actions
+        return self._taken()
 
     def ended(self, request: Request, how: Ending, now_s: float) -> list[Action]:
         """A request has ended: its record, and what may be sent because of it, unless the session is over."""
-        del self.under_way[request]
-        outcome, program = how.reply.outcome, request.program
-        del program.requests[request]
-        self._count(outcome, how.output_tokens, now_s)
-        actions: list[Action] = [Record(_request_record(request, how, now_s))]
-        self._free_connection(request.client, now_s, actions)
-        program.failed += outcome is Outcome.FAILED
+        self._now_s, program = now_s, request.program
+        self._finish(request, how)
+        self._free_connection(request.client)
+        program.failed += how.reply.outcome is Outcome.FAILED
         if program.timed_out:
-            self._give_up(program, now_s, actions)
+            self._give_up(program)
         elif not self._over:
-            self._launch(program, program.execution.reply(request.number, how.reply), now_s, actions)
-            self._settle(program, now_s, actions)
-        return actions
+            self._launch(program, program.execution.reply(request.number, how.reply), now_s)
+            self._settle(program)
+        return self._taken()
 
     def stop(self) -> None:
         """End the session early."""
@@ -325,29 +320,32 @@ class Session:
         """Records of the programs that the end interrupted. Their requests have to be ended before."""
         assert self._over, "a session is cut off when it is over"
         assert not self.under_way, "its requests are ended first"
-        actions: list[Action] = [
-            Record(program.record(None, Outcome.CANCELLED)) for program in self._programs
-        ]
+        self._actions += [Record(program.record(None, Outcome.CANCELLED)) for program in self._programs]
         self._programs.clear()
+        return self._taken()
+
+    def _taken(self) -> list[Action]:
+        actions, self._actions = self._actions, []
         return actions
+
+    def _wait(self, until_s: float, what: Timer) -> None:
+        self._actions.append(Wait(until_s, what))
 
     # ---- programs
 
-    def _begin(
-        self, client: Client, index: int, t_intended_s: float, now_s: float, actions: list[Action]
-    ) -> None:
+    def _begin(self, client: Client, index: int, t_intended_s: float) -> None:
         program = ActiveProgram(
             client, index, self._programs_begun, t_intended_s, Execution(client.program(index))
         )
         self._programs_begun += 1
         self._programs[program] = None
         self._awaited += self._is_awaited(program)
-        self._launch(program, program.execution.start(), t_intended_s, actions)
+        self._launch(program, program.execution.start(), t_intended_s)
         if self._plan.program_timeout_s is not None:
-            actions.append(Wait(t_intended_s + self._plan.program_timeout_s, TimeUp(program)))
-        self._settle(program, now_s, actions)
+            self._wait(t_intended_s + self._plan.program_timeout_s, TimeUp(program))
+        self._settle(program)
 
-    def _time_out(self, program: ActiveProgram, now_s: float, actions: list[Action]) -> None:
+    def _time_out(self, program: ActiveProgram) -> None:
         """Cancel what was sent, end what waits for a connection, and begin nothing more."""
         if program not in self._programs:
             return
@@ -356,89 +354,98 @@ class Session:
             if request.t_start_s is None:
                 if request in (queued := self._queued[request.client]):
                     queued.remove(request)
-                del self.under_way[request], program.requests[request]
-                how = Ending(Reply(outcome=Outcome.FAILED), error=TIMED_OUT)
                 program.failed += 1
-                self._count(how.reply.outcome, 0, now_s)
-                actions.append(Record(_request_record(request, how, now_s)))
+                self._finish(request, Ending(Reply(outcome=Outcome.FAILED), error=TIMED_OUT))
             else:
-                actions.append(Cancel(request))
-        self._give_up(program, now_s, actions)
+                self._actions.append(Cancel(request))
+        self._give_up(program)
 
-    def _give_up(self, program: ActiveProgram, now_s: float, actions: list[Action]) -> None:
+    def _give_up(self, program: ActiveProgram) -> None:
         """A program that took too long is over when its last request has ended."""
         if not program.requests and program in self._programs:
-            self._end_program(program, Outcome.FAILED, now_s, actions)
+            self._end_program(program, Outcome.FAILED)
 
-    def _refill(self, client: Client, now_s: float, actions: list[Action]) -> None:
+    def _refill(self, client: Client) -> None:
         """The next program of a closed-loop client, unless it has had its last."""
-        if self._has_more(client.name, now_s):
+        if self._has_more(client.name):
             index = self._begun[client.name]
             self._begun[client.name] = index + 1
             self.progress.programs_due += 1
-            self._begin(client, index, now_s, now_s, actions)
+            self._begin(client, index, self._now_s)
 
-    def _launch(
-        self, program: ActiveProgram, ready: Sequence[Ready], t_step_s: float, actions: list[Action]
-    ) -> None:
+    def _launch(self, program: ActiveProgram, ready: Sequence[Ready], t_step_s: float) -> None:
         """These calls may be sent, each after its own thinking time."""
         for number, call in ready:
             t_intended_s = t_step_s + call.after_s
-            actions.append(Wait(t_intended_s, Request(program, number, call, t_intended_s)))
+            self._wait(t_intended_s, Request(program, number, call, t_intended_s))
 
-    def _settle(self, program: ActiveProgram, now_s: float, actions: list[Action]) -> None:
-        """Record the program if it has ended, and let a closed-loop client replace it."""
+    def _settle(self, program: ActiveProgram) -> None:
         outcome = program.execution.outcome
         if outcome is not None and program in self._programs:
-            self._end_program(program, outcome, now_s, actions)
+            self._end_program(program, outcome)
 
-    def _end_program(
-        self, program: ActiveProgram, outcome: Outcome, now_s: float, actions: list[Action]
-    ) -> None:
+    def _end_program(self, program: ActiveProgram, outcome: Outcome) -> None:
+        """Record the program, and let a closed-loop client replace it."""
         del self._programs[program]
-        actions.append(Record(program.record(now_s, outcome)))
+        self._actions.append(Record(program.record(self._now_s, outcome)))
         self.progress.programs_done += 1
         self._awaited -= self._is_awaited(program)
         if program.client.name in self._begun:
             delay_s = AFTER_FAILURE_S if program.failed else 0.0
-            actions.append(Wait(now_s + delay_s, Refill(program.client)))
+            self._wait(self._now_s + delay_s, Refill(program.client))
         self._end_if_drained()
 
-    # ---- connections
+    # ---- requests and connections
 
-    def _connect(self, request: Request, now_s: float, actions: list[Action]) -> None:
+    def _connect(self, request: Request) -> None:
         """The request takes one of its client's connections, or waits for one."""
         self.progress.in_flight += 1
         self.under_way[request] = request.program.requests[request] = None
         name = request.client
         if self._connections[name] < self._plan.connections_per_client:
             self._connections[name] += 1
-            _send(request, now_s, actions)
+            self._send(request)
         else:
             self._queued[name].append(request)
 
-    def _free_connection(self, name: str, now_s: float, actions: list[Action]) -> None:
+    def _send(self, request: Request) -> None:
+        request.t_start_s = self._now_s
+        self._actions.append(Send(request))
+
+    def _finish(self, request: Request, how: Ending) -> None:
+        """Count it, and keep its record."""
+        del self.under_way[request], request.program.requests[request]
+        progress, outcome = self.progress, how.reply.outcome
+        progress.now_s = self._now_s
+        progress.in_flight -= 1
+        progress.ok += outcome is Outcome.OK
+        progress.failed += outcome is Outcome.FAILED
+        progress.cancelled += outcome is Outcome.CANCELLED
+        progress.output_tokens += how.output_tokens
+        self._actions.append(Record(_request_record(request, how, self._now_s)))
+
+    def _free_connection(self, name: str) -> None:
         if self._over:
             return
         if self._queued[name]:
-            actions.append(Wait(now_s, Connected(self._queued[name].popleft())))
+            self._wait(self._now_s, Connected(self._queued[name].popleft()))
         else:
             self._connections[name] -= 1
 
     # ---- the end
 
-    def _end_arrivals(self, now_s: float, actions: list[Action]) -> None:
+    def _end_arrivals(self) -> None:
         """Begin to drain if no program will come any more."""
-        if self._draining or self._open_loop or any(self._has_more(name, now_s) for name in self._begun):
+        if self._draining or self._open_loop or any(map(self._has_more, self._begun)):
             return
         self._draining = True
         if self._plan.drain_s is not None:
-            actions.append(Wait(now_s + self._plan.drain_s, Deadline.DRAIN))
+            self._wait(self._now_s + self._plan.drain_s, Deadline.DRAIN)
         self._end_if_drained()
 
-    def _has_more(self, name: str, now_s: float) -> bool:
+    def _has_more(self, name: str) -> bool:
         most = self._plan.programs_per_client
-        return now_s < self._plan.duration_s and (most is None or self._begun[name] < most)
+        return self._now_s < self._plan.duration_s and (most is None or self._begun[name] < most)
 
     def _end_if_drained(self) -> None:
         if self._draining and not self._awaited:
@@ -446,20 +453,6 @@ class Session:
 
     def _is_awaited(self, program: ActiveProgram) -> bool:
         return self._plan.drain_for == "all" or program.client.well_behaved
-
-    def _count(self, outcome: Outcome, output_tokens: int, now_s: float) -> None:
-        progress = self.progress
-        progress.now_s = now_s
-        progress.in_flight -= 1
-        progress.ok += outcome is Outcome.OK
-        progress.failed += outcome is Outcome.FAILED
-        progress.cancelled += outcome is Outcome.CANCELLED
-        progress.output_tokens += output_tokens
-
-
-def _send(request: Request, now_s: float, actions: list[Action]) -> None:
-    request.t_start_s = now_s
-    actions.append(Send(request))
 
 
 def _arrivals(clients: Sequence[Client], plan: Plan) -> list[Arrival]:

@@ -20,14 +20,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
 from sglang_fair.bench import Show, carry_out, conditions
-from sglang_fair.bench.children import Child, Children, cost, free_ports, until_served
+from sglang_fair.bench.children import Children, cost, free_ports, until_served
 from sglang_fair.bench.instant import MODEL, STREAM_TOKENS
 from sglang_fair.models.catalog import find
 from sglang_fair.settings.commands import Mistake, Option
@@ -58,40 +56,12 @@ end
 """
 
 
-@dataclass(frozen=True)
-class Load:
-    """What wrk has measured. Latencies are in microseconds."""
-
-    served: int
-    us: int
-    failed: int
-    p50: float
-    p99: float
-
-    @property
-    def per_s(self) -> float:
-        return 1e6 * self.served / self.us
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One round."""
-
-    added_ms_p50: float
-    added_ms_p99: float
-    max_rps: float
-    cpu_ms_per_request: float
-    stream_tokens_per_s: float
-    cpu_us_per_token: float
-    failed: int
-
-
 def write_bodies(file: Path, seed: int, *, stream: bool) -> None:
-    """A request on each line."""
+    """A request on each line. Words are as frequent as those of a language."""
     rng = random.Random(seed)
     syllables = [a + v + c for a in "bcdfglmnprst" for v in "aeiou" for c in ("", "n", "r", "s")]
     words = ["".join(rng.choices(syllables, k=1 + n % 3)) + " " for n in range(3_000)]
-    weights = list(accumulate(1 / (n + 1) for n in range(len(words))))  # as words of a language are
+    weights = list(accumulate(1 / (n + 1) for n in range(len(words))))
 
     def text(characters: int) -> str:
         return "".join(rng.choices(words, cum_weights=weights, k=characters // 2))[:characters]
@@ -104,8 +74,8 @@ def write_bodies(file: Path, seed: int, *, stream: bool) -> None:
             out.write(json.dumps(body) + "\n")
 
 
-def wrk(port: int, bodies: Path, connections: int, seconds: float) -> Load:
-    """Raises ValueError if nothing is served."""
+def wrk(port: int, bodies: Path, connections: int, seconds: float) -> dict[str, float]:
+    """`SCRIPT`'s numbers; latencies are in microseconds. Raises ValueError if nothing is served."""
     script = bodies.with_name("script.lua")
     script.write_text(SCRIPT)
     command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "-s", str(script)]
@@ -113,78 +83,77 @@ def wrk(port: int, bodies: Path, connections: int, seconds: float) -> Load:
         [*command, f"http://127.0.0.1:{port}{PATH}", "--", str(bodies)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    load = Load(**json.loads(done.stdout[done.stdout.rindex("{") :]))
-    if not load.served:
+    load: dict[str, float] = json.loads(done.stdout[done.stdout.rindex("{") :])
+    if not load["served"]:
         raise ValueError(f"nothing is served at port {port}")
     return load
 
 
-def start(children: Children, port: int, router_port: int, engines: Sequence[int]) -> list[Child]:
-    """Router and gateway."""
-    router = children.start(
-        sys.executable, "-m", "router", "--bind", f"tcp://127.0.0.1:{router_port}", "--log-level", "warning",
-        *(f"--worker=r{index},http=http://127.0.0.1:{engine}" for index, engine in enumerate(engines)),
-    )  # fmt: skip
-    gateway = children.start(
-        sys.executable, "-m", "router.gateway", "--port", str(port), "--model-name", MODEL,
-        "--router", f"tcp://127.0.0.1:{router_port}", "--tokenizer", find("default").path,
-        "--log-level", "warning",
-    )  # fmt: skip
-    return [router, gateway]
+class Setting:
+    """Engine, router and gateway. Raises `children.DidNotStart`."""
 
+    def __init__(self, children: Children) -> None:
+        self.engine, other, self.port, router = free_ports(4)
+        first = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode()
+        request = (
+            b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+        )
+        request %= PATH.encode(), len(first), first
 
-def measure(port: int, engine: int, ours: Sequence[Child], folder: Path, seed: int, seconds: float) -> Cost:
-    """One round."""
-    whole, streams = folder / "whole", folder / "streams"
-    write_bodies(whole, seed, stream=False)
-    write_bodies(streams, seed, stream=True)
-    wrk(port, whole, CONNECTIONS, seconds / 4)
-    began_s, _ = cost(ours)
-    full = wrk(port, whole, CONNECTIONS, seconds)
-    between_s, _ = cost(ours)
-    streamed = wrk(port, streams, CONNECTIONS, seconds)
-    ended_s, _ = cost(ours)
-    alone, own = wrk(port, whole, 1, seconds), wrk(engine, whole, 1, seconds)
-    return Cost(
-        round((alone.p50 - own.p50) / 1e3, 3),
-        round((alone.p99 - own.p50) / 1e3, 3),
-        round(full.per_s, 1),
-        round(1e3 * (between_s - began_s) / full.served, 3),
-        round(streamed.per_s * STREAM_TOKENS),
-        round(1e6 * (ended_s - between_s) / (streamed.served * STREAM_TOKENS), 2),
-        full.failed + streamed.failed + alone.failed,
-    )
+        def start(module: str, *words: str) -> Any:
+            return children.start(sys.executable, "-m", module, *words)
+
+        engine = start("sglang_fair.bench.instant", "--ports", f"{self.engine},{other}")
+        asyncio.run(until_served(self.engine, request, [engine]))
+        address, quiet = f"tcp://127.0.0.1:{router}", ("--log-level", "warning")
+        workers = (f"--worker=r{port},http=http://127.0.0.1:{port}" for port in (self.engine, other))
+        self.ours = [
+            start("router", "--bind", address, *quiet, *workers),
+            start(
+                "router.gateway", "--port", str(self.port), "--model-name", MODEL, "--router", address,
+                "--tokenizer", find("default").path, *quiet,
+            ),
+        ]  # fmt: skip
+        asyncio.run(until_served(self.port, request, self.ours))
+
+    def measure(self, folder: Path, seed: int, seconds: float) -> dict[str, float]:
+        """One round."""
+        whole, streams = folder / "whole", folder / "streams"
+        write_bodies(whole, seed, stream=False)
+        write_bodies(streams, seed, stream=True)
+        wrk(self.port, whole, CONNECTIONS, seconds / 4)
+        began_s, _ = cost(self.ours)
+        full = wrk(self.port, whole, CONNECTIONS, seconds)
+        between_s, _ = cost(self.ours)
+        streamed = wrk(self.port, streams, CONNECTIONS, seconds)
+        ended_s, memory_mb = cost(self.ours)
+        alone, own = wrk(self.port, whole, 1, seconds), wrk(self.engine, whole, 1, seconds)
+        tokens = streamed["served"] * STREAM_TOKENS
+        return {
+            "added_ms_p50": round((alone["p50"] - own["p50"]) / 1e3, 3),
+            "added_ms_p99": round((alone["p99"] - own["p50"]) / 1e3, 3),
+            "max_rps": round(1e6 * full["served"] / full["us"], 1),
+            "cpu_ms_per_request": round(1e3 * (between_s - began_s) / full["served"], 3),
+            "stream_tokens_per_s": round(1e6 * tokens / streamed["us"]),
+            "cpu_us_per_token": round(1e6 * (ended_s - between_s) / tokens, 2),
+            "failed": full["failed"] + streamed["failed"] + alone["failed"],
+            "memory_mb": round(memory_mb, 1),
+        }
 
 
 def run(seconds: float, rounds: int, seed: int, show: Show) -> dict[str, Any]:
     """`row` has the medians. Raises `children.DidNotStart` and ValueError."""
-    children, costs, given = Children(), [], conditions(seed)
-    first = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode()
-    request = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
-    request %= PATH.encode(), len(first), first
+    children, found, given = Children(), list[dict[str, float]](), conditions(seed)
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
         try:
-            engine, other, port, router = free_ports(4)
-            canned = children.start(
-                sys.executable, "-m", "sglang_fair.bench.instant", "--ports", f"{engine},{other}"
-            )
-            asyncio.run(until_served(engine, request, [canned]))
-            ours = start(children, port, router, (engine, other))
-            asyncio.run(until_served(port, request, ours))
+            setting = Setting(children)
             for number in range(rounds):
-                costs.append(measure(port, engine, ours, Path(folder), seed + number, seconds))
-                show(f"round {number + 1}: {costs[-1]}")
-            memory = round(cost(ours)[1], 1)
+                found.append(setting.measure(Path(folder), seed + number, seconds))
+                show(f"round {number + 1}: {found[-1]}")
         finally:
             children.close()
-    row = {name: statistics.median(asdict(one)[name] for one in costs) for name in asdict(costs[0])}
-    return {
-        "bench": "gateway",
-        **given,
-        "rounds": rounds,
-        "seconds": seconds,
-        "row": {**row, "memory_mb": memory},
-    }
+    row = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    return {"bench": "gateway", **given, "rounds": rounds, "seconds": seconds, "row": row}
 
 
 def main(
