@@ -20,7 +20,7 @@ Windows are half-open, [t - T, t + T). Times are seconds since the run's start.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
 from typing import Literal
@@ -127,23 +127,17 @@ class Windows:
     def requested(self, start_s: float, end_s: float) -> dict[str, float | None]:
         """Units that each client's requests sent in [start, end) ask for."""
         start, end = np.array([start_s]), np.array([end_s])
-        return {name: _known(account.asked(start, end))[0] for name, account in self._accounts.items()}
+        return {name: found[0] for name, found in self._each(lambda one: one.asked(start, end)).items()}
 
     def service_rate(self, times_s: Sequence[float]) -> dict[str, Values]:
         """W(t - T, t + T) / 2T of each client, in units a second."""
         start, end = self._edges(times_s)
-        return {
-            name: _known((account.received(end) - account.received(start)) / self._window_s)
-            for name, account in self._accounts.items()
-        }
+        return self._each(lambda one: (one.received(end) - one.received(start)) / self._window_s)
 
     def requested_rate(self, times_s: Sequence[float]) -> dict[str, Values]:
         """What each client asked for in the window, in units a second."""
         start, end = self._edges(times_s)
-        return {
-            name: _known(account.asked(start, end) / self._window_s)
-            for name, account in self._accounts.items()
-        }
+        return self._each(lambda one: one.asked(start, end) / self._window_s)
 
     def response_time(self, times_s: Sequence[float]) -> dict[str, Values]:
         """Mean seconds from when a request could have been sent to its first token, of those sent in each window.
@@ -151,13 +145,12 @@ class Windows:
         Requests that never had one do not count; None where no other was sent.
         """
         start, end = self._edges(times_s)
-        return {name: _known(account.responses(start, end)) for name, account in self._accounts.items()}
+        return self._each(lambda one: one.responses(start, end))
 
     def accumulated(self, times_s: Sequence[float], since_s: float = 0.0) -> dict[str, Values]:
         """W(since, t) of each client."""
         edges = np.array([since_s, *times_s])
-        found = {name: account.received(edges) for name, account in self._accounts.items()}
-        return {name: _known(got[1:] - got[0]) for name, got in found.items()}
+        return self._each(lambda one: (got := one.received(edges))[1:] - got[0])
 
     def accumulated_difference(self, times_s: Sequence[float], since_s: float = 0.0) -> Values:
         """Largest W_i(since, t) - W_j(since, t) over all pairs, backlogged or not. None below two clients."""
@@ -180,6 +173,9 @@ class Windows:
     def difference_table(self, times_s: Sequence[float]) -> DifferenceTable:
         """The service difference over these times, usually `sample_times`."""
         return DifferenceTable.of(self.service_difference(times_s))
+
+    def _each(self, measure: "Callable[[_Account], Column]") -> dict[str, Values]:
+        return {name: _known(measure(account)) for name, account in self._accounts.items()}
 
     def _edges(self, times_s: Sequence[float]) -> tuple[Column, Column]:
         times = np.asarray(times_s, float)

@@ -18,7 +18,7 @@ With repeats each ratio is taken within a repeat, whose runs have the same seed,
 this row has no such clients, or nothing of theirs was answered.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, nextafter
 from statistics import mean, median
@@ -144,78 +144,67 @@ def rows(runs: Runs) -> list[IsolationRow]:
     return [_row(runs, *group, scenes) for group, scenes in groups.items()]
 
 
-def _row(runs: Runs, stack: Stack, attack: str, clients: int, scenes: Sequence[Scene]) -> IsolationRow:
-    victims = [scene for scene in scenes if scene.victim]
-    others = [scene for scene in scenes if not scene.victim]
-    share = None
-    if victims:
-        beside, alone = runs[stack, victims[0]], runs[stack, Scene(victim=True)]
+def _row(runs: Runs, stack: Stack, attack: str, n: int, scenes: Sequence[Scene]) -> IsolationRow:
+    victim = next((scene for scene in scenes if scene.victim), None)
+    other = next((scene for scene in scenes if not scene.victim), None)
+    share = throughput = slowdown = ttft = None
+    if victim:
         share = _median(
-            [_share(one, by_itself, clients) for one, by_itself in zip(beside, alone, strict=True)]
+            min(
+                (
+                    n * rate / alone.victim_tokens_per_s[name]
+                    for name, rate in found.victim_tokens_per_s.items()
+                    if alone.victim_tokens_per_s.get(name)
+                ),
+                default=None,
+            )
+            for found, alone in zip(runs[stack, victim], runs[stack, Scene(victim=True)], strict=True)
         )
-    throughput, slowdown, ttft, seen = None, None, None, list[Observed]()
-    if others:
-        scene, seen = others[0], list(runs[stack, others[0]])
-        stock = next(
-            (found for (other, one), found in runs.items() if (other.name, one) == (STOCK, scene)), ()
-        )
+    seen = runs[stack, other] if other else ()
+    if other:
+        stock = next((found for (by, scene), found in runs.items() if (by.name, scene) == (STOCK, other)), ())
         throughput = _median(
-            [
-                one.tokens_per_s / its.tokens_per_s
-                for one, its in zip(seen, stock, strict=False)
-                if its.tokens_per_s
-            ]
+            one.tokens_per_s / its.tokens_per_s
+            for one, its in zip(seen, stock, strict=False)
+            if its.tokens_per_s
         )
-        if scene.light:
-            solo = runs[stack, Scene(light=scene.light)]
-            pairs = list(zip(seen, solo, strict=True))
-            slowdown = _median([_slowdown(one, by_itself, clients) for one, by_itself in pairs])
-            ttft = _median([_over(one.ttft_p99_s, by_itself.ttft_p99_s) for one, by_itself in pairs])
+    if other and other.light:
+        pairs = list(zip(seen, runs[stack, Scene(light=other.light)], strict=True))
+        slowdown = _median(
+            max(
+                (
+                    time_s / (n * solo.program_s[name])
+                    for name, time_s in one.program_s.items()
+                    if name in solo.program_s
+                ),
+                default=None,
+            )
+            for one, solo in pairs
+        )
+        ttft = _median(
+            one.ttft_p99_s / solo.ttft_p99_s
+            for one, solo in pairs
+            if one.ttft_p99_s is not None and solo.ttft_p99_s
+        )
     return IsolationRow(
         stack=stack.name,
         policy=stack.policy.removeprefix(STOCK_PREFIX),
         attack=attack,
-        clients=clients,
-        victim_share_of_gps=_rounded(share),
-        slowdown_over_n=_rounded(slowdown),
-        ttft_p99_over_solo=_rounded(ttft),
-        throughput_over_stock=_rounded(throughput),
+        clients=n,
+        victim_share_of_gps=share,
+        slowdown_over_n=slowdown,
+        ttft_p99_over_solo=ttft,
+        throughput_over_stock=throughput,
         placement=stack.placement,
-        tokens_per_s=_rounded(_median([one.tokens_per_s for one in seen])),
-        program_s=_rounded(_median([max(one.program_s.values(), default=None) for one in seen])),
-        ttft_p99_s=_rounded(_median([one.ttft_p99_s for one in seen])),
+        tokens_per_s=_median(one.tokens_per_s for one in seen),
+        program_s=_median(max(one.program_s.values(), default=None) for one in seen),
+        ttft_p99_s=_median(one.ttft_p99_s for one in seen),
         programs=sum(one.programs for one in seen),
         cut_off=sum(one.cut_off for one in seen),
         failed=sum(one.failed for scene in scenes for one in runs[stack, scene]),
     )
 
 
-def _share(beside: Observed, alone: Observed, clients: int) -> float | None:
-    shares = [
-        clients * rate / alone.victim_tokens_per_s[name]
-        for name, rate in beside.victim_tokens_per_s.items()
-        if alone.victim_tokens_per_s.get(name)
-    ]
-    return min(shares, default=None)
-
-
-def _slowdown(beside: Observed, solo: Observed, clients: int) -> float | None:
-    found = [
-        time_s / (clients * solo.program_s[name])
-        for name, time_s in beside.program_s.items()
-        if name in solo.program_s
-    ]
-    return max(found, default=None)
-
-
-def _over(value: float | None, by: float | None) -> float | None:
-    return None if value is None or not by else value / by
-
-
-def _median(values: Sequence[float | None]) -> float | None:
+def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+    return float(f"{median(known):.4g}") if known else None
