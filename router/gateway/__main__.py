@@ -17,7 +17,7 @@ from router.collector import collect_seldom
 from router.descriptors import raise_limit
 from router.gateway import logs
 from router.gateway.access.quota import MEMORY
-from router.gateway.address import Shown, check_free
+from router.gateway.address import SharedPort, check_free, shown
 from router.gateway.app import SETTINGS_VARIABLE, create_app
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.limits import fit
@@ -25,7 +25,6 @@ from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, read_tokens
 from router.gateway.settings import check, folders
-from router.gateway.shared_port import SharedPort
 from sglang_fair.common.listening import is_loopback
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import feeder_key
@@ -52,8 +51,8 @@ def fitted(settings: table.Gateway) -> table.Gateway:
 def warn(settings: table.Gateway) -> None:
     """Says loudly what an operator would not want to find out later."""
     log = logging.getLogger("gateway")
-    if settings.tls_cert is not None:
-        Shown(settings.tls_cert, settings.tls_key)().warn()
+    if (certificate := shown(settings)) is not None:
+        certificate().warn()
     if settings.tenants is None and not is_loopback(settings.host):
         log.warning(
             "ANYBODY WHO REACHES %s MAY ASK, AND AS WHOM THEY LIKE: k made-up names get k shares. "
@@ -71,19 +70,10 @@ def warn(settings: table.Gateway) -> None:
             "each of the %d processes counts tenants' limits by itself: --limit-store redis://… has one count",
             settings.workers,
         )
-
     if settings.batches is not None and not feeder_key.key():
         log.warning(
             "nothing of batches will run: gateway and feeder need the same key in %s", feeder_key.variable
         )
-
-
-def shared_port(host: str, port: int) -> SharedPort:
-    """Where all processes listen. Raises Mistake if somebody does already."""
-    try:
-        return SharedPort(host, port)
-    except OSError as error:
-        raise Mistake(f"--port: {host}:{port}: {error.strerror}") from None
 
 
 def serve(settings: table.Gateway) -> int:
@@ -93,16 +83,13 @@ def serve(settings: table.Gateway) -> int:
         die_with_parent()
     settings = fitted(settings)
     warn(settings)
-    if settings.batches is not None:
-        try:
-            check_batches(settings.batches, settings.batch_files)  # a line now, and no traceback later
-        except ValueError as error:
-            raise Mistake(str(error)) from None
-    if settings.admin_port is not None:
-        try:
+    try:  # a line now, and no traceback later
+        if settings.batches is not None:
+            check_batches(settings.batches, settings.batch_files)
+        if settings.admin_port is not None:
             check_free(settings.admin_host, settings.admin_port, shared=settings.workers > 1)
-        except OSError as error:  # a line now, and no traceback later
-            raise Mistake(str(error)) from None
+    except (ValueError, OSError) as error:
+        raise Mistake(str(error)) from None
     options: dict[str, Any] = {
         "host": settings.host,
         "port": settings.port,
@@ -112,9 +99,7 @@ def serve(settings: table.Gateway) -> int:
         "log_level": "warning",
         "timeout_keep_alive": 30,
         "timeout_graceful_shutdown": settings.drain_s,
-        "ssl_context_factory": None
-        if settings.tls_cert is None
-        else Shown(settings.tls_cert, settings.tls_key),
+        "ssl_context_factory": shown(settings),
     }
     # uvicorn drains, then raises the signal again for whoever handled it before: that is the end.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -130,7 +115,12 @@ def serve(settings: table.Gateway) -> int:
             with tempfile.TemporaryDirectory(prefix="sglang-fair-metrics-") as folder:
                 os.environ[FOLDER_VARIABLE] = folder
                 several = uvicorn.Config(FACTORY, factory=True, workers=settings.workers, **options)
-                with shared_port(settings.host, settings.port) as port:
+                try:
+                    port = SharedPort(settings.host, settings.port)
+                except OSError as error:
+                    where = f"{settings.host}:{settings.port}"
+                    raise Mistake(f"--port: {where}: {error.strerror}") from None
+                with port:
                     Multiprocess(several, sockets=[port]).run()
     except (TokenizerError, SettingError) as error:
         raise Mistake(str(error)) from None

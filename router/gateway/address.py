@@ -1,17 +1,38 @@
-"""An address of its own for what operators ask, beside the one that clients have: served by the same process."""
+"""Where a gateway listens: an address of its own for what operators ask, beside the one that clients have and served by
+the same process; and ports at which several processes listen, each with a socket of its own.
+
+With one socket for all processes, which uvicorn has, whichever wakes first takes all connections that have come by
+then: of 32 that come at once one process had all, and the other had nothing to do. So the kernel deals them out.
+"""
 
 import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from sglang_fair.common import tls
+from sglang_fair.settings import table
+
+Shown = Callable[..., tls.Server]
+"""Makes the TLS context of a process; called by uvicorn, whose arguments do not matter."""
+
+
+def shown(settings: table.Gateway) -> Shown | None:
+    """The certificate of all addresses of a gateway; None: it is asked over http. It can be sent to other processes."""
+    return None if settings.tls_cert is None else partial(_shown, settings.tls_cert, settings.tls_key)
+
+
+def _shown(certificate: str, key: str | None, *_: object) -> tls.Server:
+    return _context(certificate, key)
+
+
+_context = cache(tls.Server)
+"""One for all addresses of a process."""
 
 
 class _Server(uvicorn.Server):
@@ -22,41 +43,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The certificate of all addresses of a gateway. Called by uvicorn in each of its processes, which has one context
-    of it."""
-
-    certificate: str
-    key: str | None
-
-    def __call__(self, *_: object) -> tls.Server:
-        return _context(self)
-
-
-@cache
-def _context(shown: Shown) -> tls.Server:
-    return tls.Server(shown.certificate, shown.key)
-
-
 class Address:
     """`start` it, `close` it. Belongs to one event loop."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        host: str,
-        port: int,
-        *,
-        shared: bool,
-        connection: Callable[..., asyncio.Protocol],
-        shown: Shown | None = None,
+        self, app: ASGIApp, settings: table.Gateway, connection: Callable[..., asyncio.Protocol]
     ) -> None:
-        """`shared`: other processes of the same gateway listen there too, and each answers for itself. `connection`
-        makes uvicorn's protocol of each connection. With `shown`, by https."""
-        self._host = host
-        self._port = port
-        self._shared = shared
+        """The operators' address of `settings`. With several processes each listens there, and answers for itself.
+        `connection` makes uvicorn's protocol of each connection."""
+        assert settings.admin_port is not None
+        self._where = settings.admin_host, settings.admin_port, settings.workers > 1
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -66,15 +62,14 @@ class Address:
                 proxy_headers=False,
                 http=cast(Any, connection),
                 timeout_keep_alive=30,
-                ssl_context_factory=shown,
+                ssl_context_factory=shown(settings),
             )
         )
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listens. Raises OSError if that address cannot be had."""
-        listener = _bound(self._host, self._port, self._shared)
-        self._serving = asyncio.create_task(self._server.serve([listener]))
+        self._serving = asyncio.create_task(self._server.serve([_for_operators(*self._where)]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.01)
         if self._serving.done():
@@ -88,19 +83,49 @@ class Address:
 
 
 def check_free(host: str, port: int, *, shared: bool) -> None:
-    """Raises OSError if nobody can listen there."""
-    _bound(host, port, shared).close()
+    """Raises OSError if the operators' address cannot be had."""
+    _for_operators(host, port, shared).close()
 
 
-def _bound(host: str, port: int, shared: bool) -> socket.socket:
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    made = socket.socket(family, kind)
+def _for_operators(host: str, port: int, shared: bool) -> socket.socket:
+    try:
+        return _bound(host, port, shared)
+    except OSError as error:
+        raise OSError(f"--admin-port: {host}:{port}: {error.strerror}") from None
+
+
+class SharedPort(socket.socket):
+    """A socket that keeps the address and listens at nothing itself. In each process that it is sent to it is another
+    socket of the same address."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises OSError if another program has the address."""
+        _bound(host, port).close()  # `SO_REUSEPORT` would share it
+        family, kind, protocol, _, address = _resolved(host, port)
+        super().__init__(family, kind, protocol)
+        _bind(self, address, shared=True)
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return _bound, (*self.getsockname()[:2], True)
+
+
+def _resolved(host: str, port: int) -> Any:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+
+
+def _bound(host: str, port: int, shared: bool = False) -> socket.socket:
+    family, kind, protocol, _, address = _resolved(host, port)
+    made = socket.socket(family, kind, protocol)
+    _bind(made, address, shared)
+    return made
+
+
+def _bind(made: socket.socket, address: Any, shared: bool) -> None:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         made.bind(address)
-    except OSError as error:
+    except OSError:
         made.close()
-        raise OSError(f"--admin-port: {host}:{port}: {error.strerror}") from None
-    return made
+        raise

@@ -1,39 +1,39 @@
 """Change a running cluster: `GET`, `POST /workers` and `DELETE /workers/NAME`, `POST /swap`, `GET` and `POST /limits`,
-`DELETE /quarantine/CLIENT`.
+`DELETE /quarantine/CLIENT`, and with tenants `PATCH /tenants/NAME`.
 
 A replica that is added gets requests from the router's next decision on. One that is drained gets no new ones and
 is forgotten when its last has ended. Whoever may call this can send everybody's prompts to an address of their
 choice, so it is guarded (`guard`). The limits of throttling hold for all gateways, and in a router that is restarted
-as it was started before.
+as it was started before. A tenant's weight is written into the tenants' file, so every gateway that reads the file
+obeys it, and a restart forgets nothing.
 """
 
+import asyncio
 from collections.abc import Iterable
 from itertools import count
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import aiohttp
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from router.client import RouterGone
 from router.events import URL_PATTERN, ZMQ_PATTERN, Capacity, Refuse, WorkerDrain, Workers, WorkerUp
-from router.gateway.errors import RETRY_AFTER_S, ApiError, describe
-from router.gateway.guard import Guard, behind_proxy
-from router.gateway.operations import Handler, Operation
-from router.gateway.pages import json_response
+from router.gateway.errors import ApiError, describe
+from router.gateway.operations import Operation, read_body
 from router.gateway.replicas.context import names_of
 from router.gateway.replicas.pool import Replicas
 from router.gateway.request.names import Names, model_not_found
 from router.gateway.routing.links import Links
 from router.throttling import NO_THROTTLE
-from sglang_fair.core.throttle import HIGH, LOW, MOST_CALLS
+from sglang_fair.common.weights import MOST_WEIGHT
+from sglang_fair.core import throttle
+from sglang_fair.settings.setting import SettingError
+from sglang_fair.tenants import edit
+from sglang_fair.tenants.model import NAME_PATTERN as TENANT_PATTERN
 
 MAX_BODY_BYTES = 4096
 MAX_LIMITS_BYTES = 1 << 20
-ANSWER_TIMEOUT_S = 5.0
 
 Sent = TypeVar("Sent", bound=msgspec.Struct)
 
@@ -67,6 +67,15 @@ class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
             "own name at its /v1/models."
         ),
     ] = None
+
+
+REPLAY_NEEDS_KV = {
+    "anyOf": [
+        {"properties": {"replay": {"type": "null"}}},
+        {"required": ["kv"], "properties": {"kv": {"type": "string"}}},
+    ]
+}
+"""What a type cannot say."""
 
 
 class WorkerState(msgspec.Struct):
@@ -106,51 +115,21 @@ class WorkerList(msgspec.Struct):
     workers: list[WorkerState]
 
 
-PressurePart = Annotated[float, Meta(gt=0, le=1)]
+class NewLimits(throttle.Limits, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /limits`: it takes the place of all that held before. `user`: calls a minute of one client, in
+    all applications. `apps`: of one client in an application; "*" is each one that is not named. `app_total`: an
+    application's limit is of all its clients together. `counts`: calls that were let in, or all. A replica is
+    overloaded from pressure `high` until below `low`, which is less."""
 
-
-class NewLimits(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `POST /limits`: it takes the place of all that held before."""
-
-    user: (
-        Annotated[
-            int,
-            Meta(ge=1, le=MOST_CALLS, description="Calls a minute of one client, over all applications."),
-        ]
-        | None
-    ) = None
-    apps: Annotated[
-        dict[str, Annotated[int, Meta(ge=1, le=MOST_CALLS)]],
-        Meta(description='The same of one client in an application; "*" is each one that is not named.'),
-    ] = {}
-    app_total: Annotated[bool, Meta(description="An application's limit is of all its clients together.")] = (
-        False
-    )
-    counts: Annotated[
-        Literal["accepted", "arrivals"], Meta(description="Which calls count: those let in, or all.")
-    ] = "accepted"
-    high: Annotated[PressurePart, Meta(description="Pressure from which a replica is overloaded.")] = HIGH
-    low: Annotated[PressurePart, Meta(description="And below which it no longer is; less than `high`.")] = LOW
+    counts: throttle.Counts = "accepted"
+    high: throttle.Part = throttle.HIGH
+    low: throttle.Part = throttle.LOW
 
 
 class ThrottleReport(msgspec.Struct):
     """How the router throttles: its rules, the pressure, and whom it refuses."""
 
     throttle: dict[str, Any]
-
-
-DocumentedNewWorker = Annotated[
-    NewWorker,
-    Meta(
-        extra_json_schema={
-            "anyOf": [
-                {"properties": {"replay": {"type": "null"}}},
-                {"required": ["kv"], "properties": {"kv": {"type": "string"}}},
-            ]
-        }
-    ),
-]
-"""With the rule that `replay` needs `kv`, which a type cannot say."""
 
 
 class WorkerName(msgspec.Struct):
@@ -171,52 +150,54 @@ class Lifted(msgspec.Struct):
     client: str
 
 
-ADMIN_ERRORS = (400, 401, 403, 404, 409, 413, 503)
-SWAP = Operation(
-    "POST", "/swap", "Have a replica load another model.", SwapState, ADMIN_ERRORS, 202, body=NewSwap
-)
-LIMITS = Operation("GET", "/limits", "How calls are throttled.", ThrottleReport, ADMIN_ERRORS)
-SET_LIMITS = Operation(
-    "POST", "/limits", "Replace the limits of throttling.", ThrottleReport, ADMIN_ERRORS, body=NewLimits
-)
-WORKERS = Operation("GET", "/workers", "The replicas.", WorkerList, ADMIN_ERRORS)
-ADD = Operation(
-    "POST", "/workers", "Add a replica.", WorkerState, ADMIN_ERRORS, 201, body=DocumentedNewWorker
-)
-DRAIN = Operation(
-    "DELETE",
-    "/workers/{name}",
-    "Drain a replica, then forget it.",
-    WorkerState,
-    ADMIN_ERRORS,
-    where=WorkerName,
-)
-LIFT = Operation(
-    "DELETE",
-    "/quarantine/{client}",
-    "End the quarantine of a client whose requests have ended replicas.",
-    Lifted,
-    ADMIN_ERRORS,
-    where=ClientName,
-    has_slashes=True,
-)
-OPERATIONS = (SWAP, LIMITS, SET_LIMITS, WORKERS, ADD, DRAIN, LIFT)
+class TenantName(msgspec.Struct):
+    """Which tenant."""
+
+    name: Annotated[str, Meta(pattern=TENANT_PATTERN)]
 
 
-def routes(link: Links, replicas: Replicas, names: Names, guard: Guard) -> list[Route]:
-    """The routes, of a gateway that serves the models `names`. They raise `ApiError`."""
+class TenantChange(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `PATCH /tenants/NAME`."""
 
-    async def workers(_: Request) -> Response:
-        known = await link.workers()
-        return json_response(WorkerList([_state(known, up.worker) for up in known.workers]))
+    weight: Annotated[
+        float, Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT, description="Its share beside the others'.")
+    ]
 
-    async def add(request: Request) -> Response:
-        asked = await _sent(request, NewWorker, "worker")
+
+class TenantState(msgspec.Struct):
+    """A tenant, as the file has it."""
+
+    name: str
+    weight: float
+
+
+ERRORS = (400, 401, 403, 404, 409, 413, 503)
+
+
+class Admin:
+    """The answers, of a gateway that serves the models `names`."""
+
+    def __init__(self, link: Links, replicas: Replicas, names: Names) -> None:
+        self._link = link
+        self._replicas = replicas
+        self._names = names
+
+    @Operation("GET", "/workers", "The replicas.", WorkerList, ERRORS)
+    async def workers(self, _: Request) -> WorkerList:
+        known = await self._link.workers()
+        return WorkerList([_state(known, up.worker) for up in known.workers])
+
+    @Operation(
+        "POST", "/workers", "Add a replica.", WorkerState, ERRORS, 201,
+        body=Annotated[NewWorker, Meta(extra_json_schema=REPLAY_NEEDS_KV)],
+    )  # fmt: skip
+    async def add(self, request: Request) -> WorkerState:
+        asked = await _sent(request, NewWorker, "a worker")
         if asked.replay is not None and asked.kv is None:
             raise ApiError(400, "`replay` is of no use without `kv`", code="invalid_worker")
-        await _check_ready(replicas, asked.url)
-        known = {up.worker: up for up in (await link.workers()).workers}
-        model = await _model(replicas, asked, names, known.values())
+        await self._check_ready(asked.url)
+        known = {up.worker: up for up in (await self._link.workers()).workers}
+        model = await self._model(asked, known.values())
         name = asked.name or next(free for n in count() if (free := f"r{n}") not in known)
         owner = next((up.worker for up in known.values() if up.url == asked.url and up.worker != name), None)
         if owner is not None:
@@ -224,116 +205,113 @@ def routes(link: Links, replicas: Replicas, names: Names, guard: Guard) -> list[
         if name in known and known[name].url != asked.url:
             raise ApiError(409, f"worker {name} is at {known[name].url}", code="worker_exists")
         models = (model,) if model else ()
-        link.order(
+        self._link.order(
             WorkerUp(name, asked.url, asked.kv, asked.replay, asked.capacity, asked.load, models, model)
         )
-        return json_response(_state(await link.workers(), name), 201)
+        return _state(await self._link.workers(), name)
 
-    async def drain(request: Request) -> Response:
+    @Operation(
+        "DELETE", "/workers/{name}", "Drain a replica, then forget it.", WorkerState, ERRORS, where=WorkerName
+    )
+    async def drain(self, request: Request) -> WorkerState:
         name = request.path_params["name"]
-        if name not in {up.worker for up in (await link.workers()).workers}:
+        if name not in {up.worker for up in (await self._link.workers()).workers}:
             raise ApiError(404, f"there is no worker {name[:100]!r}", code="worker_not_found")
-        link.order(WorkerDrain(name))
-        return json_response(_state(await link.workers(), name))
+        self._link.order(WorkerDrain(name))
+        return _state(await self._link.workers(), name)
 
-    async def limits(_: Request) -> Response:
-        return json_response(_throttle(await link.snapshot()))
+    @Operation("GET", "/limits", "How calls are throttled.", ThrottleReport, ERRORS)
+    async def limits(self, _: Request) -> ThrottleReport:
+        return _throttle(await self._link.snapshot())
 
-    async def set_limits(request: Request) -> Response:
+    @Operation("POST", "/limits", "Replace the limits of throttling.", ThrottleReport, ERRORS, body=NewLimits)
+    async def set_limits(self, request: Request) -> ThrottleReport:
         asked = await _sent(request, NewLimits, "limits", MAX_LIMITS_BYTES)
-        answer = await link.set_limits(msgspec.json.encode(asked))
+        answer = await self._link.set_limits(msgspec.json.encode(asked))
         if isinstance(answer, Refuse):
             raise ApiError(409 if answer.code == NO_THROTTLE else 400, answer.reason, code=answer.code)
-        return json_response(_throttle(answer.state))
+        return _throttle(answer.state)
 
-    async def lift(request: Request) -> Response:
-        client = request.path_params["client"]
-        if not await link.lift(client):
-            raise ApiError(404, f"{client[:100]!r} is in no quarantine", code="not_quarantined")
-        return json_response(Lifted(client))
-
-    async def swap(request: Request) -> Response:
-        asked = await _sent(request, NewSwap, "swap")
-        answer = await link.swap(asked.worker, asked.model)
+    @Operation("POST", "/swap", "Have a replica load another model.", SwapState, ERRORS, 202, body=NewSwap)
+    async def swap(self, request: Request) -> SwapState:
+        asked = await _sent(request, NewSwap, "a swap")
+        answer = await self._link.swap(asked.worker, asked.model)
         if isinstance(answer, Refuse):
             raise ApiError(409, answer.reason, code="cannot_swap")
         swaps: Any = answer.state.get("swaps", {})
-        found: dict[str, Any] = swaps.get(asked.worker, {})
-        known = {key: found[key] for key in SwapState.__struct_fields__ if key != "name" and key in found}
-        return json_response(SwapState(asked.worker, **known), 202)
+        return msgspec.convert({"name": asked.worker, **swaps.get(asked.worker, {})}, SwapState)
 
-    def guarded(handle: Handler) -> Handler:
-        async def handler(request: Request) -> Response:
-            guard.check(request)
-            try:
-                return await handle(request)
-            except RouterGone as error:
-                raise ApiError(
-                    503, str(error), code="router_unavailable", retry_after_s=RETRY_AFTER_S
-                ) from error
+    @Operation(
+        "DELETE", "/quarantine/{client}", "End the quarantine of a client whose requests have ended replicas.",
+        Lifted, ERRORS, where=ClientName, has_slashes=True,
+    )  # fmt: skip
+    async def lift(self, request: Request) -> Lifted:
+        client = request.path_params["client"]
+        if not await self._link.lift(client):
+            raise ApiError(404, f"{client[:100]!r} is in no quarantine", code="not_quarantined")
+        return Lifted(client)
 
-        return handler
+    async def _check_ready(self, url: str) -> None:
+        try:
+            if (await self._replicas.get(url, "/ready"))[0] != 503:
+                return
+            reason = "it answers 503"
+        except OSError as error:
+            reason = describe(error)
+        raise ApiError(400, f"{url} is not ready: {reason}", code="worker_not_ready")
 
-    handlers = (swap, limits, set_limits, workers, add, drain, lift)
-    return [
-        operation.route(guarded(handle), behind_proxy())
-        for operation, handle in zip(OPERATIONS, handlers, strict=True)
-    ]
+    async def _model(self, asked: NewWorker, known: Iterable[WorkerUp]) -> str:
+        """Which of our models a new replica has; "": the only one, and of those that are `known` nothing more is."""
+        names = self._names
+        if asked.model is not None:
+            if asked.model not in names:
+                raise model_not_found(asked.model)
+            return asked.model
+        if len(names) == 1:
+            return names.first if any(up.loaded for up in known) else ""
+        try:
+            status, body = await self._replicas.get(asked.url, "/v1/models")
+        except OSError:
+            status, body = 503, b""
+        found = [one for one in names_of(body) if status == 200 and one in names]
+        if len(found) != 1:
+            served = ", ".join(names)
+            text = f"say in `model` which one {asked.url} has: {served}"
+            raise ApiError(400, text, code="invalid_worker")
+        return found[0]
 
 
-async def _sent(request: Request, kind: type[Sent], what: str, most_bytes: int = MAX_BODY_BYTES) -> Sent:
+class TenantsAdmin:
+    """The answers about the tenants' file `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @Operation(
+        "PATCH", "/tenants/{name}", "Change a tenant's weight, in the tenants' file.", TenantState,
+        (400, 401, 403, 404, 409, 413), body=TenantChange, where=TenantName, has_slashes=True,
+    )  # fmt: skip
+    async def change(self, request: Request) -> TenantState:
+        name = request.path_params["name"]
+        asked = await _sent(request, TenantChange, "a change of a tenant", code="invalid_tenant")
+        try:
+            await asyncio.to_thread(edit.set_weight, self._path, name, asked.weight)
+        except edit.NoSuchTenant as error:
+            raise ApiError(404, str(error), code="tenant_not_found") from error
+        except (edit.CannotEdit, SettingError, OSError) as error:
+            text = f"the tenants' file cannot be changed: {error}"
+            raise ApiError(409, text, code="tenants_file") from error
+        return TenantState(name, asked.weight)
+
+
+async def _sent(
+    request: Request, kind: type[Sent], what: str, most_bytes: int = MAX_BODY_BYTES, code: str = ""
+) -> Sent:
     try:
         return msgspec.json.decode(await read_body(request, most_bytes), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        article = "" if what == "limits" else "a "
-        raise ApiError(400, f"not {article}{what}: {error}", code=f"invalid_{what}") from error
-
-
-async def read_body(request: Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """A body of at most `most_bytes`. Raises `ApiError`."""
-    raw = b""
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > most_bytes:
-            raise ApiError(413, f"the body is larger than {most_bytes} bytes", code="body_too_large")
-    return raw
-
-
-async def _check_ready(replicas: Replicas, url: str) -> None:
-    try:
-        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-        async with replicas.session.get(f"{url.rstrip('/')}/ready", timeout=timeout) as response:
-            if response.status != 503:
-                return
-            reason = "it answers 503"
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        reason = describe(error)
-    raise ApiError(400, f"{url} is not ready: {reason}", code="worker_not_ready")
-
-
-async def _model(replicas: Replicas, asked: NewWorker, names: Names, known: Iterable[WorkerUp]) -> str:
-    """Which of `names` a new replica has; "": the only one, and of those that are `known` nobody was told more."""
-    if asked.model is not None:
-        if asked.model not in names:
-            raise model_not_found(asked.model)
-        return asked.model
-    if len(names) == 1:
-        return names.first if any(up.loaded for up in known) else ""
-    said = [one for one in await _models_of(replicas, asked.url) if one in names]
-    if len(said) != 1:
-        served = ", ".join(names)
-        raise ApiError(400, f"say in `model` which one {asked.url} has: {served}", code="invalid_worker")
-    return said[0]
-
-
-async def _models_of(replicas: Replicas, url: str) -> list[str]:
-    """What a replica calls its models; none if it does not say."""
-    try:
-        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-        async with replicas.session.get(f"{url.rstrip('/')}/v1/models", timeout=timeout) as response:
-            return names_of(await response.read()) if response.status == 200 else []
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        return []
+        code = code or f"invalid_{what.split()[-1]}"
+        raise ApiError(400, f"not {what}: {error}", code=code) from error
 
 
 def _throttle(state: dict[str, Any]) -> ThrottleReport:

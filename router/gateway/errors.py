@@ -1,7 +1,7 @@
 """Errors as OpenAI's API reports them, and as Anthropic's does."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -89,6 +89,31 @@ class AnthropicErrorBody(msgspec.Struct):
 
     error: AnthropicDetail
     type: Literal["error"] = "error"
+
+
+SOURCE = '\n\n  File "'
+"""Begins what SGLang says of its own files, behind what is wrong with the body."""
+
+
+def of_replica(status: int, body: bytes) -> ApiError:
+    """The error in `body`, with which a replica answered.
+
+    SGLang 0.5.23 answers some paths with `{"object": "error", "message": …}`, in which OpenAI's clients find no
+    message, or in plain text; gives Anthropic's clients types that are not Anthropic's; and says of a body that it
+    cannot read at which line of which of its files that was.
+    """
+    try:
+        found: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = body.decode(errors="replace")
+    if isinstance(found, dict):
+        found = found.get("error", found)
+    detail = found if isinstance(found, dict) else {"message": found}
+    message, code, param = (
+        one if isinstance(one := detail.get(name), str) else None for name in ("message", "code", "param")
+    )
+    text = (message or "").partition(SOURCE)[0].strip() or f"the replica answered {status}"
+    return ApiError(status, text, code=code, param=param)
 
 
 def overloaded(message: str) -> ApiError:

@@ -14,7 +14,7 @@ from router.events import Due
 from router.gateway.access.directory import Directory
 from router.gateway.access.identity import Headers, Identity, Peer
 from router.gateway.access.quota import Quotas
-from router.gateway.address import Shown
+from router.gateway.address import shown
 from router.gateway.explain import Explainer
 from router.gateway.listener import ConnectionBounds
 from router.gateway.logs import request_ended
@@ -127,12 +127,6 @@ class Gateway:
             "clients": {name: asdict(one) for name, one in most},
         }
 
-    @property
-    def shown(self) -> Shown | None:
-        """Its certificate; None: it is asked over http."""
-        cert = self.settings.tls_cert
-        return None if cert is None else Shown(cert, self.settings.tls_key)
-
     def _cut(self, attempt: str) -> None:
         """A router wants this attempt cut."""
         cut = self.cuts.get(attempt)
@@ -197,6 +191,7 @@ class Gateway:
         return found if len(found) > 1 else found[self.names.first]
 
     def _gauges(self) -> dict[str, float]:
+        certificate = shown(self.settings)
         return {
             "gateway_requests_in_flight": self.capacity.requests.taken,
             "gateway_connections": self.connection_bounds.open.taken,
@@ -206,7 +201,7 @@ class Gateway:
                 self.fleet.routers.state(one) == "up" for one in self.fleet.routers.names
             ),
             "gateway_tenants_ok": self.directory is None or not self.directory.error,
-            "gateway_certificate_end_timestamp_seconds": inf if self.shown is None else self.shown().end_s,
+            "gateway_certificate_end_timestamp_seconds": inf if certificate is None else certificate().end_s,
         }
 
     def _traced(self) -> "Tracing":

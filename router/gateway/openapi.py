@@ -1,26 +1,88 @@
-"""The OpenAPI document of a gateway: made of its operations, with the types by which it reads and writes bodies."""
+"""The OpenAPI document of a gateway: made of its operations, with the types by which it reads and writes bodies.
+
+Of requests that replicas answer, fields that a type does not name go to the replica, which judges them; its errors are
+passed on, with any status from 400 on, in the shape of the API that was asked (`errors.of_replica`).
+"""
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from router.gateway import admin, pages, tenants
+from router.gateway import admin, pages
 from router.gateway.batches import routes as batches
-from router.gateway.operations import JSON, Operation
-from router.gateway.relayed import RELAYED, REQUESTS
-from router.gateway.request.kinds import PATHS
+from router.gateway.errors import AnthropicErrorBody, ErrorBody
+from router.gateway.operations import JSON, Operation, operations_of
+from router.gateway.record import REQUEST_ID
+from router.gateway.request.kinds import ANTHROPIC, PATHS, WITHOUT_ENGINE, Kind
+from router.gateway.request.schema import REQUESTS, DocumentedGenerateRequest
 from sglang_fair.common import fields
 from sglang_fair.common.fields import WIDEST, Facts
 
 Schema = dict[str, Any]
 
+SUMMARIES: Mapping[Kind, str] = {
+    "chat": "Answer a chat.",
+    "completions": "Continue a prompt.",
+    "generate": "SGLang's own interface.",
+    "responses": "Answer in OpenAI's Responses API. Nothing is stored.",
+    "messages": "Answer in Anthropic's Messages API.",
+    "embeddings": "Embed texts, where the model can.",
+    "count_tokens": "Count the tokens of a request to /v1/messages.",
+    "tokenize": "The token ids of texts, or of a chat.",
+    "detokenize": "The texts of token ids.",
+}
+
+ANSWER = (
+    "The replica's answer, whole or, with `stream`, as server-sent events. Sampled answers are not repeatable, not "
+    "even with a `seed`, unless the engine is deterministic. A stream whose replica is lost is continued by another "
+    "one from the tokens it has: a greedy one in the same words, a sampled one as a sample of the same distribution. "
+    "It ends in an `error` event without `[DONE]` if that cannot be done: with logprobs, `n` above 1, tools, a "
+    "grammar, or sampling that looks back on its own output (presence and repetition penalties). Streams of "
+    "/v1/responses and /v1/messages are not continued, and end in the `error` event of their API."
+)
+
+ANSWER_HEADERS = ("x-fair-worker", "x-fair-client", "x-fair-request-id", "x-fair-matched-tokens", REQUEST_ID)
+
+WHOLE: frozenset[Kind] = WITHOUT_ENGINE | {"embeddings"}
+"""Of these the answer is never a stream."""
+
+
+class Sender(msgspec.Struct):
+    """What a sender's headers may say."""
+
+    client: Annotated[str | None, Meta(description="Who asks.")] = msgspec.field(
+        default=None, name="x-fair-client"
+    )
+    name: Annotated[
+        str | None, Meta(description="The sender's name for the request; without one it gets one.")
+    ] = msgspec.field(default=None, name=REQUEST_ID)
+
+
+def _relayed(kind: Kind) -> Operation:
+    answer = dict[str, Any] | list[Any] if kind == "generate" else dict[str, Any]
+    return Operation(
+        "POST",
+        PATHS[kind],
+        SUMMARIES[kind],
+        body=DocumentedGenerateRequest if kind == "generate" else REQUESTS[kind],
+        headers=Sender,
+        content={JSON: answer} if kind in WHOLE else {JSON: answer, "text/event-stream": None},
+        answer_headers=ANSWER_HEADERS,
+        described="The replica's answer." if kind in WHOLE else ANSWER,
+        errors=(400, 401, 404, 408, 413, 429, 500, 502, 503),
+        error=AnthropicErrorBody if kind in ANTHROPIC else ErrorBody,
+    )
+
+
 OPERATIONS: tuple[Operation, ...] = (
-    *RELAYED.values(),
-    *pages.OPERATIONS,
+    *map(_relayed, PATHS),
+    *operations_of(pages.Public),
+    *operations_of(pages.Private),
     *batches.OPERATIONS,
-    *admin.OPERATIONS,
-    *tenants.OPERATIONS,
+    *operations_of(admin.Admin),
+    *operations_of(admin.TenantsAdmin),
 )
 
 ERRORS: Mapping[int, str] = {
@@ -45,9 +107,9 @@ def describe(version: str, paths: Collection[str] | None = None, facts: Facts = 
     types = list({id(kind): kind for one in OPERATIONS for kind in one.types if kind is not None}.values())
     found, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schemas = {id(kind): schema for kind, schema in zip(types, found, strict=True)}
-    for path, (kind, _) in [(PATHS[name], one) for name, one in REQUESTS.items()]:
-        bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-        component = components[bare.__name__]
+    for name, kind in REQUESTS.items():
+        path = PATHS[name]
+        component = components[kind.__name__]
         for field, schema in fields.schemas(path, facts, component.get("required", ())).items():
             known = component["properties"].get(field, {})
             component["properties"][field] = schema | {

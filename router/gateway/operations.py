@@ -1,10 +1,10 @@
 """What can be asked of a gateway, once: routes, checks of queries and the OpenAPI document are made from it.
 
-An `Operation` is a method and a path with the types of what is sent and answered. A module of routes declares its
-operations beside the handlers, and `router.gateway.openapi` collects them.
+An `Operation` is a method and a path with the types of what is sent and answered. It stands before the method that
+answers it; `routes_of` an object serves them, and `router.gateway.openapi` describes them.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,10 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.client import RouterGone
 from router.gateway.checks import check
-from router.gateway.errors import ErrorBody
+from router.gateway.errors import RETRY_AFTER_S, ApiError, ErrorBody
 
 Handler = Callable[[Request], Awaitable[Response]]
+Answering = Callable[[Any, Request], Awaitable[msgspec.Struct | Response]]
 Query = TypeVar("Query", bound=msgspec.Struct)
 
 JSON = "application/json"
@@ -32,6 +34,21 @@ class AnyId(msgspec.Struct):
     """A path with a name in it that may be anything."""
 
     id: str
+
+
+def json_response(content: msgspec.Struct, status: int = 200) -> Response:
+    """An answer with `content` as its JSON body."""
+    return Response(msgspec.json.encode(content), status, media_type=JSON)
+
+
+async def read_body(request: Request, most_bytes: int = 4096) -> bytes:
+    """A body of at most `most_bytes`. Raises `ApiError`."""
+    raw = b""
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > most_bytes:
+            raise ApiError(413, f"the body is larger than {most_bytes} bytes", code="body_too_large")
+    return raw
 
 
 def numbered(least: int, most: int) -> Meta:
@@ -71,6 +88,11 @@ class Operation:
     has_slashes: bool = False
     """What is in the path may hold slashes."""
 
+    def __call__(self, answering: Answering) -> Answering:
+        """As a decorator: this method of an object answers it, with a type to be encoded or a whole response."""
+        vars(answering).setdefault("operations", []).insert(0, self)
+        return answering
+
     def route(self, handler: Handler, middleware: Sequence[Middleware] | None = None) -> Route:
         """Where it is served."""
         path = self.path.replace("}", ":path}") if self.has_slashes else self.path
@@ -88,3 +110,35 @@ class Operation:
         answers = () if self.answer is None else (self.answer,)
         others = (kind for _, kind in self.others.values())
         return (*bodies, *answers, *self.content.values(), *others, self.error)
+
+
+def operations_of(kind: type) -> Iterator[Operation]:
+    """Those that methods of `kind` answer."""
+    for method in vars(kind).values():
+        yield from getattr(method, "operations", ())
+
+
+def routes_of(
+    owner: object,
+    check: Callable[[Request], None] = lambda request: None,
+    middleware: Sequence[Middleware] | None = None,
+) -> list[Route]:
+    """The routes that methods of `owner` answer. They raise `ApiError`, as `check` does for senders who may not ask."""
+
+    def handler(operation: Operation, answering: Callable[[Request], Awaitable[Any]]) -> Handler:
+        async def handle(request: Request) -> Response:
+            check(request)
+            try:
+                found = await answering(request)
+            except RouterGone as error:
+                code = "router_unavailable"
+                raise ApiError(503, str(error), code=code, retry_after_s=RETRY_AFTER_S) from error
+            return found if isinstance(found, Response) else json_response(found, operation.status)
+
+        return handle
+
+    return [
+        operation.route(handler(operation, getattr(owner, name)), middleware)
+        for name, method in vars(type(owner)).items()
+        for operation in getattr(method, "operations", ())
+    ]

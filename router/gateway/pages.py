@@ -1,20 +1,17 @@
-"""What the gateway itself tells: its model, its health, its state."""
+"""What the gateway itself tells: its models, its health, its state."""
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from router.client import RouterGone
 from router.gateway.errors import ApiError
 from router.gateway.explain import Explained, Latest
 from router.gateway.gateway import Gateway
-from router.gateway.guard import behind_proxy
 from router.gateway.metrics import CONTENT_TYPE
-from router.gateway.operations import AnyId, Operation, numbered
+from router.gateway.operations import AnyId, Operation, json_response, numbered
 from router.gateway.request.names import model_not_found
 from router.gateway.request.schema import NOT_STORED
 from router.gateway.usage import UsageReport
@@ -84,36 +81,6 @@ class StatusReport(msgspec.Struct):
     gateway: dict[str, Any]
 
 
-MODELS = Operation("GET", "/v1/models", "The models that the sender may ask for.", Models, (401,))
-ONE_MODEL = Operation(
-    "GET", "/v1/models/{id}", "A model by its name.", Model, (401, 404), where=AnyId, has_slashes=True
-)
-USAGE = Operation(
-    "GET", "/v1/usage", "What the sender has had, what it may have, and what is left.", UsageReport, (401,)
-)
-STORED = tuple(
-    Operation(method, path, f"{what}, of which there are none.", errors=(401, 404), where=AnyId)
-    for method, path, what in (
-        ("GET", "/v1/responses/{id}", "A stored response"),
-        ("DELETE", "/v1/responses/{id}", "Delete a stored response"),
-        ("POST", "/v1/responses/{id}/cancel", "Cancel a response in the background"),
-    )
-)
-HEALTH = Operation(
-    "GET",
-    "/health",
-    "Whether requests can be placed.",
-    HealthReport,
-    others={503: ("requests cannot be placed", HealthReport)},
-)
-ALIVE = Operation("GET", "/healthz", "Whether the process answers.", Liveness)
-READY = Operation(
-    "GET",
-    "/readyz",
-    "Whether requests may be sent here.",
-    Readiness,
-    others={503: ("requests cannot be placed, or it is about to end", Readiness)},
-)
 EXPLAIN = Operation(
     "GET",
     "/explain/{id}",
@@ -132,93 +99,119 @@ LATEST = Operation(
     (400, 401, 403),
     query=LatestQuery,
 )
-STATUS = Operation(
-    "GET", "/status", "The router's snapshot, and this gateway's counters.", StatusReport, (401, 403)
-)
-METRICS = Operation(
-    "GET", "/metrics", "Numbers for Prometheus.", content={"text/plain": str}, errors=(401, 403)
-)
-OPERATIONS = (
-    *(MODELS, ONE_MODEL, USAGE, *STORED, HEALTH, ALIVE, READY, EXPLAIN),
-    *(LATEST, STATUS, METRICS),
-)
 
 
-def public(gateway: Gateway) -> list[Route]:
-    """The routes for clients. They raise `ApiError`. Tenants are told of their own requests; where there are none,
-    nobody can be told from others, and only operators are told."""
+class Public:
+    """The answers to clients."""
 
-    async def usage(request: Request) -> Response:
-        known = gateway.identity.of(request.headers, request.scope.get("client"))
-        return json_response(await gateway.usage.of(known))
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
-    async def explain(request: Request) -> Response:
-        client = gateway.identity.of(request.headers, request.scope.get("client")).caller.client
-        return json_response(await gateway.explainer.explain(request.path_params["id"], client))
+    @Operation("GET", "/healthz", "Whether the process answers.", Liveness)
+    async def alive(self, _: Request) -> Liveness:
+        return Liveness()
 
-    def allowed(request: Request) -> list[Model]:
-        return [Model(name, name) for name in gateway.models(request.headers, request.scope.get("client"))]
-
-    async def models(request: Request) -> Response:
-        found = allowed(request)
-        first, last = (found[0].id, found[-1].id) if found else (None, None)
-        return json_response(Models(found, first, last))
-
-    async def one_model(request: Request) -> Response:
-        asked = request.path_params["id"]
-        found = next((model for model in allowed(request) if model.id == asked), None)
-        if found is None:
-            raise model_not_found(asked)
-        return json_response(found)
-
-    async def stored(request: Request) -> Response:
-        gateway.identity.of(request.headers, request.scope.get("client"))
-        raise ApiError(404, f"there is none: {NOT_STORED.partition(':')[0]}", code="not_stored")
-
-    async def health(_: Request) -> Response:
-        names = list(gateway.names)
-        if gateway.link.alive:
-            return json_response(HealthReport("ok", names[0], names))
-        if gateway.fleet.workers:
-            return json_response(HealthReport("fallback", names[0], names))
-        return json_response(HealthReport("no router", names[0], names), 503)
-
-    async def alive(_: Request) -> Response:
-        return json_response(Liveness())
-
-    async def ready(_: Request) -> Response:
-        if gateway.is_ending:
+    @Operation(
+        "GET",
+        "/readyz",
+        "Whether requests may be sent here.",
+        Readiness,
+        others={503: ("requests cannot be placed, or it is about to end", Readiness)},
+    )
+    async def ready(self, _: Request) -> Readiness | Response:
+        if self._gateway.is_ending:
             return json_response(Readiness("ending"), 503)
-        if gateway.link.alive or gateway.fleet.workers:
-            return json_response(Readiness("ready"))
+        if self._gateway.link.alive or self._gateway.fleet.workers:
+            return Readiness("ready")
         return json_response(Readiness("no router"), 503)
 
-    return [
-        ALIVE.route(alive),
-        READY.route(ready),
-        MODELS.route(models),
-        ONE_MODEL.route(one_model),
-        USAGE.route(usage),
-        *(operation.route(stored) for operation in STORED),
-        HEALTH.route(health),
-        *([] if gateway.directory is None else [EXPLAIN.route(explain)]),
-    ]
+    @Operation(
+        "GET",
+        "/health",
+        "Whether requests can be placed.",
+        HealthReport,
+        others={503: ("requests cannot be placed", HealthReport)},
+    )
+    async def health(self, _: Request) -> HealthReport | Response:
+        names = list(self._gateway.names)
+        if self._gateway.link.alive:
+            return HealthReport("ok", names[0], names)
+        if self._gateway.fleet.workers:
+            return HealthReport("fallback", names[0], names)
+        return json_response(HealthReport("no router", names[0], names), 503)
+
+    @Operation("GET", "/v1/models", "The models that the sender may ask for.", Models, (401,))
+    async def models(self, request: Request) -> Models:
+        found = self._allowed(request)
+        first, last = (found[0].id, found[-1].id) if found else (None, None)
+        return Models(found, first, last)
+
+    @Operation(
+        "GET", "/v1/models/{id}", "A model by its name.", Model, (401, 404), where=AnyId, has_slashes=True
+    )
+    async def model(self, request: Request) -> Model:
+        asked = request.path_params["id"]
+        found = next((model for model in self._allowed(request) if model.id == asked), None)
+        if found is None:
+            raise model_not_found(asked)
+        return found
+
+    @Operation(
+        "GET",
+        "/v1/usage",
+        "What the sender has had, what it may have, and what is left.",
+        UsageReport,
+        (401,),
+    )
+    async def usage(self, request: Request) -> UsageReport:
+        return await self._gateway.usage.of(
+            self._gateway.identity.of(request.headers, request.scope.get("client"))
+        )
+
+    @Operation(
+        "GET", "/v1/responses/{id}", "A stored response, of which there are none.",
+        errors=(401, 404), where=AnyId,
+    )  # fmt: skip
+    @Operation(
+        "DELETE", "/v1/responses/{id}", "Delete a stored response, of which there are none.",
+        errors=(401, 404), where=AnyId,
+    )  # fmt: skip
+    @Operation(
+        "POST", "/v1/responses/{id}/cancel", "Cancel a response in the background, of which there are none.",
+        errors=(401, 404), where=AnyId,
+    )  # fmt: skip
+    async def stored(self, request: Request) -> Response:
+        self._gateway.identity.of(request.headers, request.scope.get("client"))
+        raise ApiError(404, f"there is none: {NOT_STORED.partition(':')[0]}", code="not_stored")
+
+    def _allowed(self, request: Request) -> list[Model]:
+        names = self._gateway.models(request.headers, request.scope.get("client"))
+        return [Model(name, name) for name in names]
 
 
-def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None) -> list[Route]:
-    """The routes for operators. `check` raises `ApiError` for everybody else."""
+class OfTenants:
+    """Answers about a tenant's own requests. Where there are no tenants, operators alone get them."""
 
-    async def explain(request: Request) -> Response:
-        check(request)
-        return json_response(await gateway.explainer.explain(request.path_params["id"], None))
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
-    async def latest(request: Request) -> Response:
-        check(request)
-        asked = LATEST.asked(request, LatestQuery)
-        return json_response(gateway.explainer.latest(asked.client, asked.limit))
+    @EXPLAIN
+    async def explain(self, request: Request) -> Explained:
+        known = self._gateway.identity.of(request.headers, request.scope.get("client"))
+        return await self._gateway.explainer.explain(request.path_params["id"], known.caller.client)
 
-    async def status(request: Request) -> Response:
-        check(request)
+
+class Private:
+    """The answers to operators."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    @Operation(
+        "GET", "/status", "The router's snapshot, and this gateway's counters.", StatusReport, (401, 403)
+    )
+    async def status(self, _: Request) -> Response:
+        gateway = self._gateway
         try:
             snapshot, is_fallback = await gateway.link.snapshot(), False
         except RouterGone as error:
@@ -233,18 +226,15 @@ def private(gateway: Gateway, check: Callable[[Request], None] = lambda _: None)
             {**snapshot, "batches": gateway.batches, "gateway": gateway.state() | {"fallback": is_fallback}}
         )
 
-    async def metrics(request: Request) -> Response:
-        check(request)
-        return Response(await gateway.metrics.page(), headers={"content-type": CONTENT_TYPE})
+    @Operation("GET", "/metrics", "Numbers for Prometheus.", content={"text/plain": str}, errors=(401, 403))
+    async def metrics(self, _: Request) -> Response:
+        return Response(await self._gateway.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
-    return [
-        STATUS.route(status, behind_proxy()),
-        METRICS.route(metrics, behind_proxy()),
-        LATEST.route(latest, behind_proxy()),
-        EXPLAIN.route(explain, behind_proxy()),
-    ]
+    @LATEST
+    async def latest(self, request: Request) -> Latest:
+        asked = LATEST.asked(request, LatestQuery)
+        return self._gateway.explainer.latest(asked.client, asked.limit)
 
-
-def json_response(content: msgspec.Struct, status: int = 200) -> Response:
-    """An answer with `content` as its JSON body."""
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+    @EXPLAIN
+    async def explain(self, request: Request) -> Explained:
+        return await self._gateway.explainer.explain(request.path_params["id"], None)

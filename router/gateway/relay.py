@@ -59,19 +59,8 @@ BODY_TIMEOUT_S = 60.0
 
 
 class Relay:
-    """The ASGI endpoint of one kind of requests."""
-
-    def __init__(self, kind: Kind, gateway: Gateway) -> None:
-        self._kind = kind
-        self._gateway = gateway
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request; returns when its client has an outcome or has left."""
-        await _Exchange(self._kind, self._gateway, scope, receive, send).run()
-
-
-class _Exchange:
-    """One request and its answer. `run` has its steps in their order."""
+    """One request and its answer. `run` has its steps in their order; it returns when the client has an outcome or has
+    left."""
 
     def __init__(self, kind: Kind, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         self._kind = kind

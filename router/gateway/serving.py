@@ -107,7 +107,7 @@ class Serving:
     def end(self, outcome: Outcome) -> None:
         """The request is over. Its record has what its client has got."""
         if self._attempt is not None:  # it was broken off
-            self._row.output_tokens += self._attempt.output_tokens
+            self._row.output_tokens += self._attempt.usage.output_tokens
         if self._is_open:
             is_answered = self._part.is_last and outcome == "ok"
             self._gateway.interactions.end(self._interaction, is_answered=is_answered)
@@ -219,7 +219,7 @@ class Serving:
                 row.cached_tokens = attempt.usage.cached_tokens
         noted.outcome = "ok" if failed is None else "failed"
         if failed is None or self._reply.started:
-            row.output_tokens += attempt.output_tokens
+            row.output_tokens += attempt.usage.output_tokens
         self._was_taken |= attempt.was_taken
         self._next_number = attempt.next_number
         self._attempt = None

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from router.gateway.access.directory import Known
@@ -19,7 +18,6 @@ from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.fleet import Fleet
 
 FRESH_S = 2.0
-TIMEOUT_S = 5.0
 
 Book = Mapping[str, Mapping[str, Any]]
 """A replica's clients."""
@@ -101,14 +99,10 @@ class Books:
 
     async def _read(self, url: str) -> list[Book]:
         try:
-            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-            async with self._replicas.session.get(f"{url.rstrip('/')}/fair", timeout=timeout) as answer:
-                if answer.status != 200:
-                    return []
-                report = await answer.json()
-                ranks = report.get("data_parallel", [report])
-                return [rank["clients"] for rank in ranks]
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, AttributeError):
+            status, body = await self._replicas.get(url, "/fair")
+            report = msgspec.json.decode(body) if status == 200 else {"data_parallel": ()}
+            return [rank["clients"] for rank in report.get("data_parallel", [report])]
+        except (OSError, msgspec.DecodeError, LookupError, TypeError, AttributeError):
             return []
 
 

@@ -304,7 +304,7 @@ async def asking(
     app = made(tmp_path, **{"admin_port": port, **config})
     near = httpx.ASGITransport(app, client=("127.0.0.1", 1))
     async with (
-        app.lifespan_context(app),
+        app.pages.router.lifespan_context(app.pages),
         httpx.AsyncClient(transport=near, base_url="http://gateway") as clients,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as operators,
     ):

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.gateway.answer.refused import refused as refused_by_replica
 from router.gateway.answer.sse import stream_of, usage_of
 from router.gateway.answer.typed import TypedStream, Usage, error_event
-from router.gateway.errors import ANTHROPIC_TYPES, ApiError
-from router.gateway.request.kinds import ANTHROPIC, BY_HEADER, PATHS, WITHOUT_ENGINE, Kind
+from router.gateway.errors import ANTHROPIC_TYPES, ApiError, of_replica
+from router.gateway.request.kinds import ANTHROPIC, BY_HEADER, PATHS, WITHOUT_ENGINE, Kind, style_of
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.gateway.request.tokens import Tokens
@@ -227,7 +226,7 @@ SAID = "temperature must be a number"
 def test_what_a_replica_refuses_is_said_as_the_api_says_it(
     kind: Kind, body: object, message: str, code: object
 ) -> None:
-    said = json.loads(refused_by_replica(kind, 400, json.dumps(body).encode()))
+    said = json.loads(of_replica(400, json.dumps(body).encode()).body(style_of(kind)))
     if kind in ANTHROPIC:
         expected: Any = {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
     else:
@@ -241,7 +240,7 @@ def test_what_a_replica_refuses_is_said_as_the_api_says_it(
 )  # fmt: skip
 def test_whatever_a_replica_says_its_error_is_one_of_the_api(body: bytes) -> None:
     for kind in ("messages", "embeddings"):
-        said = json.loads(refused_by_replica(kind, 500, body))["error"]
+        said = json.loads(of_replica(500, body).body(style_of(kind)))["error"]
         assert isinstance(said["message"], str)
         assert said["message"]
 

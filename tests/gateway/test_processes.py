@@ -8,7 +8,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
-from router.gateway.shared_port import SharedPort
+from router.gateway.address import SharedPort
 
 
 def serve(sockets: list[socket.socket], told: Connection) -> None:

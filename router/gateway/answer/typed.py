@@ -7,7 +7,7 @@ A name stands at the beginning of a line, where no text of an answer can stand: 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -134,29 +134,18 @@ def _usage(usage: _Usage | None) -> Usage | None:
     return Usage(usage.output_tokens or 0, cached)
 
 
-def _openai(error: ApiError, _: int) -> bytes:
-    return b"data: " + error.body() + END_OF_EVENT
-
-
-def _responses(error: ApiError, number: int) -> bytes:
-    event = {
-        "type": "error",
-        "code": str(error.code or error.status),
-        "message": error.message,
-        "param": error.param,
-        "sequence_number": number,
-    }
-    return b"event: error\ndata: " + msgspec.json.encode(event) + END_OF_EVENT
-
-
-def _messages(error: ApiError, _: int) -> bytes:
-    return b"event: error\ndata: " + error.body("anthropic") + END_OF_EVENT
-
-
-_ERRORS: Mapping[Kind, Callable[[ApiError, int], bytes]] = {"responses": _responses, "messages": _messages}
-
-
 def error_event(kind: Kind, error: ApiError, number: int = 0) -> bytes:
     """The last event of a stream that cannot go on, as the API of `kind` has it; `number` is its place in the
     stream."""
-    return _ERRORS.get(kind, _openai)(error, number)
+    match kind:
+        case "messages":
+            return b"event: error\ndata: " + error.body("anthropic") + END_OF_EVENT
+        case "responses":
+            code = str(error.code or error.status)
+            event = {"type": "error", "code": code, "message": error.message, "param": error.param}
+            return (
+                b"event: error\ndata: "
+                + msgspec.json.encode(event | {"sequence_number": number})
+                + END_OF_EVENT
+            )
+    return b"data: " + error.body() + END_OF_EVENT

@@ -12,7 +12,6 @@ from starlette.routing import Route
 
 from router.batches.blobs import PIECE_BYTES
 from router.batches.model import StoredBatch, StoredFile, window_s
-from router.gateway.admin import read_body
 from router.gateway.batches.files import Files
 from router.gateway.batches.schema import (
     BatchesQuery,
@@ -29,8 +28,7 @@ from router.gateway.batches.schema import (
 )
 from router.gateway.errors import ApiError, overloaded
 from router.gateway.gateway import Gateway
-from router.gateway.operations import Operation
-from router.gateway.pages import json_response
+from router.gateway.operations import Operation, json_response, read_body
 
 log = logging.getLogger("gateway")
 

@@ -7,37 +7,41 @@ client that has left: a stream is closed, other work is cancelled by `/abort_req
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 
 from router.events import Done, Place, Progress, Suspicion
 from router.events import Outcome as Ending
-from router.gateway.answer.refused import refused
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import stream_of, usage_of
 from router.gateway.answer.typed import TypedStream, Usage
 from router.gateway.clients import header_safe
-from router.gateway.errors import describe
+from router.gateway.errors import describe, of_replica
 from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
 from router.gateway.replicas.pool import Replicas
-from router.gateway.replicas.retries import Failed
+from router.gateway.replicas.retries import Failed, How
 from router.gateway.request.call import Call
-from router.gateway.request.kinds import PATHS
+from router.gateway.request.kinds import PATHS, style_of
 from router.gateway.routing.placer import Placer
 from sglang_fair.common.swapping import MISDIRECTED
 
 log = logging.getLogger("gateway")
 
 
-class _NotServed(Exception):
-    """The replica answered, but not with what was asked for."""
+TURNED_AWAY: Mapping[int, tuple[How, str]] = {
+    MISDIRECTED: ("misdirected", "it has another model"),
+    503: ("lost", "it answered 503"),
+    401: ("lost", "it does not accept this gateway's key"),  # a client's stays here
+}
+"""What a status means with which a replica takes nothing on."""
 
 
-class _NotItsModel(Exception):
-    """The replica has another model."""
+class _Ended(Exception):
+    """The attempt fails."""
 
-
-class _Cut(Exception):
-    """The answer was cut off."""
+    def __init__(self, how: How, reason: str = "") -> None:
+        super().__init__(reason)
+        self.how, self.reason = how, reason
 
 
 class Attempt:
@@ -79,14 +83,9 @@ class Attempt:
         self._was_asked = self._was_accepted = self._is_whole = False
         self._ended: Usage | None = None
         """What it came to."""
-        self._first_s: float | None = None
-        """When the first bytes of the answer came, and the latest: for streams only."""
+        self.first_s: float | None = None
+        """When the first piece of a streamed answer came, on the monotonic clock; `_last_s`, when the latest."""
         self._last_s = waiting_since_s
-
-    @property
-    def first_s(self) -> float | None:
-        """When the first piece of a streamed answer came, on the monotonic clock."""
-        return self._first_s
 
     @property
     def usage(self) -> Usage:
@@ -97,11 +96,6 @@ class Attempt:
     def next_number(self) -> int:
         """Of the event that would follow, in a stream that numbers its events."""
         return self._stream.next_number if isinstance(self._stream, TypedStream) else 0
-
-    @property
-    def output_tokens(self) -> int:
-        """Of its answer, so far."""
-        return self.usage.output_tokens
 
     @property
     def was_taken(self) -> bool:
@@ -117,7 +111,7 @@ class Attempt:
         """Ends the attempt as cut off, unless the answer is complete. For one that can be continued."""
         self._is_cut = True
         if self._asking is not None:
-            self._asking.give_up(_Cut())
+            self._asking.give_up(_Ended("cut"))
 
     async def run(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> Failed | None:
         """Has the replica serve the request and passes its answer on; None: the client has it whole. Raises
@@ -129,14 +123,10 @@ class Attempt:
         except NoDescriptors as error:
             self._may_be_working = False
             return Failed("no descriptors", str(error))
-        except _Cut:
-            return Failed("cut", worker=worker)
-        except _NotItsModel as error:
-            return Failed("misdirected", str(error), worker)
+        except _Ended as error:
+            return Failed(error.how, error.reason, worker)
         except OSError as error:
             return Failed("cut", worker=worker) if self._is_cut else self._lost(error)
-        except _NotServed as error:
-            return Failed("lost", str(error), worker)
         except Diverged as error:
             return Failed("mismatch", f"worker {worker}: {error}")
         except (ClientGone, asyncio.CancelledError):
@@ -144,7 +134,7 @@ class Attempt:
             raise
         finally:
             if not self._is_settled:
-                self._settle("failed" if self._first_s is None else "aborted", self._usage(resumable))
+                self._settle("failed" if self.first_s is None else "aborted", self._usage(resumable))
             if self._may_be_working:
                 rids = self._call.rids(self._place.id) + tuple(sorted(self._stream.rids))
                 self._replicas.cancel_work(self._url, rids)
@@ -158,20 +148,15 @@ class Attempt:
         # A replica that falls silent is given up at once, wherever in here its answer is waited for.
         with self._replicas.health.while_it_answers(self._place.worker, self._asking.give_up):
             async with self._asking as answer:
-                if answer.status == MISDIRECTED:
+                if answer.status in TURNED_AWAY:
                     self._may_be_working = False
-                    raise _NotItsModel("it has another model")
-                if answer.status == 503:
-                    self._may_be_working = False
-                    raise _NotServed("it answered 503")
-                if answer.status == 401:  # not the client's key, which stays here, but the gateway's own
-                    self._may_be_working = False
-                    raise _NotServed("it does not accept this gateway's key")
+                    raise _Ended(*TURNED_AWAY[answer.status])
                 self._was_accepted = True
-                if answer.status == 200 and _content_type(answer) == "text/event-stream":
+                kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if answer.status == 200 and kind == "text/event-stream":
                     await self._pass_stream(answer, reply, resumable)
                 elif reply.started:
-                    raise _NotServed(f"it answered {answer.status} to the rest of a stream")
+                    raise _Ended("lost", f"it answered {answer.status} to the rest of a stream")
                 else:
                     await self._pass_whole(answer, reply)
                 self._may_be_working = False
@@ -191,7 +176,7 @@ class Attempt:
                 answer.status,
             )
             self._settle("failed", Usage())
-            body = refused(self._call.kind, answer.status, body)
+            body = of_replica(answer.status, body).body(style_of(self._call.kind))
             headers["content-type"] = "application/json"
         await reply.start(answer.status, headers | {"content-length": str(len(body))})
         await reply.end(body)
@@ -206,8 +191,8 @@ class Attempt:
                     continue
                 self._last_s = time.monotonic()
                 self._replicas.health.heard(self._place.worker, self._last_s)
-                if self._first_s is None:
-                    self._first_s = self._last_s
+                if self.first_s is None:
+                    self.first_s = self._last_s
                     if self._place.on_trial:
                         self._placer.progress(Progress(self._place.id, max(1, stream.usage.output_tokens)))
                     if not reply.started:
@@ -220,14 +205,14 @@ class Attempt:
                     self._settle("ok", stream.usage)
                 if resumable is not None:
                     events = resumable.pass_on(events)
-                if stream.ended and not reply.ended:
-                    await reply.end(
-                        events
-                    )  # the connection is read to its end all the same, to be used again
+                if (
+                    stream.ended and not reply.ended
+                ):  # what follows is read all the same: the connection is used again
+                    await reply.end(events)
                 elif events and not reply.ended:
                     await reply.piece(events)
             if self._is_cut and not stream.ended:
-                raise _Cut
+                raise _Ended("cut")
             if not stream.ended:
                 raise Broken("the stream ended without [DONE]")
         except OSError:
@@ -239,10 +224,10 @@ class Attempt:
     def _lost(self, error: OSError) -> Failed:
         if isinstance(error, NotConnected):
             self._may_be_working = False
-            self._replicas.health.refused(self._place.worker)
+            self._replicas.health.refused_request(self._place.worker)
         was_sent = self._asking is not None and self._asking.was_sent
         self._has_ended_it = was_sent and not self._replicas.health.is_leaving(self._place.worker)
-        fell_silent = isinstance(error, TimeoutError) and was_sent and self._first_s is None
+        fell_silent = isinstance(error, TimeoutError) and was_sent and self.first_s is None
         return Failed("lost", describe(error), self._place.worker, self._has_ended_it, fell_silent)
 
     def _usage(self, resumable: Resumable | None) -> Usage:
@@ -258,10 +243,10 @@ class Attempt:
         self._is_settled = True
         self._ended = usage
         ttft_s = tpot_s = None
-        if self._first_s is not None:
-            ttft_s = self._first_s - self._waiting_since_s
+        if self.first_s is not None:
+            ttft_s = self.first_s - self._waiting_since_s
             if usage.output_tokens > 1:
-                tpot_s = (self._last_s - self._first_s) / (usage.output_tokens - 1)
+                tpot_s = (self._last_s - self.first_s) / (usage.output_tokens - 1)
         self._placer.end(
             Done(
                 self._place.id,
@@ -285,8 +270,3 @@ class Attempt:
         if "retry-after" in answer.headers:
             headers["retry-after"] = answer.headers["retry-after"]
         return headers
-
-
-def _content_type(answer: Connection) -> str:
-    """Without its parameters."""
-    return answer.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -9,10 +9,10 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-import aiohttp
 import msgspec
 
 from router.events import WorkerUp
+from router.gateway.replicas.health import Get
 from router.models import meant
 
 LOOK_S = 1.0
@@ -20,8 +20,6 @@ LOOK_S = 1.0
 
 ASK_AGAIN_S = 60.0
 """A replica may have been replaced by another server at the same address."""
-
-TIMEOUT_S = 5.0
 
 
 class _Model(msgspec.Struct):
@@ -33,28 +31,29 @@ class _Models(msgspec.Struct):
     data: list[_Model] = []
 
 
+def _models_in(answer: bytes) -> list[_Model]:
+    try:
+        return msgspec.json.decode(answer, type=_Models).data
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return []
+
+
 def context_of(answer: bytes) -> int | None:
     """The longest context of the models in an answer, in tokens; None if it names none."""
-    try:
-        models = msgspec.json.decode(answer, type=_Models).data
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return max((one.max_model_len or 0 for one in models), default=0) or None
+    return max((one.max_model_len or 0 for one in _models_in(answer)), default=0) or None
 
 
 def names_of(answer: bytes) -> list[str]:
     """What the models in an answer are called."""
-    try:
-        return [one.id for one in msgspec.json.decode(answer, type=_Models).data if one.id]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return []
+    return [one.id for one in _models_in(answer) if one.id]
 
 
 class Contexts:
     """What each replica says, and the limits that follow."""
 
-    def __init__(self, workers: Callable[[], Mapping[str, WorkerUp]]) -> None:
+    def __init__(self, workers: Callable[[], Mapping[str, WorkerUp]], get: Get) -> None:
         """`workers` are those that the router names."""
+        self._get = get
         self._models: frozenset[str] = frozenset()
         self._limits: dict[str | None, int | None] = {}
         self._workers = workers
@@ -65,7 +64,7 @@ class Contexts:
         """The limit for prompts of `model`; None if there is none."""
         return self._limits.get(meant(model, self._models))
 
-    async def run(self, session: aiohttp.ClientSession) -> None:
+    async def run(self) -> None:
         """Asks new replicas at once and known ones now and then, until it is cancelled."""
         while True:
             now_s = time.monotonic()
@@ -77,17 +76,15 @@ class Contexts:
                 one for one in sorted(known) if now_s - self._asked_s.get(one, -ASK_AGAIN_S) >= ASK_AGAIN_S
             ]
             self._asked_s.update(dict.fromkeys(due, now_s))
-            await asyncio.gather(*(self._ask(one, session) for one in due))
+            await asyncio.gather(*(self._ask(one) for one in due))
             self._reckon()
             await asyncio.sleep(LOOK_S)
 
-    async def _ask(self, worker: tuple[str, str], session: aiohttp.ClientSession) -> None:
+    async def _ask(self, worker: tuple[str, str]) -> None:
         try:
-            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-            async with session.get(f"{worker[1].rstrip('/')}/v1/models", timeout=timeout) as response:
-                body = await response.read()
-                self._said[worker] = context_of(body) if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            status, body = await self._get(worker[1], "/v1/models")
+            self._said[worker] = context_of(body) if status == 200 else None
+        except OSError:
             if worker not in self._said:  # not up yet: ask again soon
                 self._asked_s.pop(worker, None)
 

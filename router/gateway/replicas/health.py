@@ -1,4 +1,4 @@
-"""Health checks: `Health` asks `GET /ready` of every worker, `Watch` decides which of them are healthy.
+"""Health checks: `Health` asks `GET /ready` of every worker, and is a `Watch`, which decides which are healthy.
 
 Rule. A worker is sick
 - when it refuses two connections in a row;
@@ -17,9 +17,9 @@ its scheduler (an engine without the overlay) counts as well as long as it answe
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
-import aiohttp
 import msgspec
 
 from router.events import WorkerUp
@@ -94,7 +94,7 @@ class Watch:
         )
 
     def is_leaving(self, worker: str) -> bool:
-        """It has answered that it takes nothing more: it is about to stop."""
+        """Whether it has answered that it takes nothing more: it is about to stop."""
         return worker in self._leaving
 
     def heard(self, worker: str, now_s: float) -> None:
@@ -147,81 +147,82 @@ class Watch:
 GiveUp = Callable[[TimeoutError], None]
 """Fails a request that waits for a worker, with this error."""
 
+Get = Callable[..., Awaitable[tuple[int, bytes]]]
+"""`Replicas.get`."""
 
-class Health:
+
+class Health(Watch):
     """Asks the workers, and gives up what is in flight at those that fall silent. Belongs to one event loop."""
 
     def __init__(
-        self, timeout_s: float, workers: Callable[[], Mapping[str, WorkerUp]], changed: Callable[[], None]
+        self,
+        timeout_s: float,
+        workers: Callable[[], Mapping[str, WorkerUp]],
+        get: Get,
+        changed: Callable[[], None],
     ) -> None:
         """`workers` are those to ask; `changed` is called when one falls sick or recovers."""
-        self.watch = Watch(timeout_s)
-        self._timeout_s = timeout_s
+        super().__init__(timeout_s)
         self._workers = workers
+        self._get = get
         self._changed = changed
         self._was_well: dict[str, bool] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self.open: dict[str, set[GiveUp]] = {}
+        self._open: dict[str, set[GiveUp]] = {}
         """The requests that wait for each worker."""
-
-    def is_well(self, worker: str) -> bool:
-        """Whether it may get requests."""
-        return self.watch.is_well(worker)
-
-    def is_leaving(self, worker: str) -> bool:
-        """Whether it is about to stop in order."""
-        return self.watch.is_leaving(worker)
 
     def sick(self) -> list[str]:
         """The known workers that are not well."""
         return [name for name in self._workers() if not self.is_well(name)]
 
-    def heard(self, worker: str, now_s: float) -> None:
-        """Bytes came from it, at `now_s` of the monotonic clock."""
-        self.watch.heard(worker, now_s)
-
-    def refused(self, worker: str) -> None:
+    def refused_request(self, worker: str) -> None:
         """It refused a request's connection."""
         if worker in self._workers():
-            self.watch.refused(worker, time.monotonic())
+            self.refused(worker, time.monotonic())
             self._compare()
 
-    def while_it_answers(self, worker: str, give_up: GiveUp) -> "Watched":
-        """For `with`: calls `give_up` if `worker` falls silent in its body. Raises TimeoutError if it already is."""
-        return Watched(self, worker, give_up)
+    @contextmanager
+    def while_it_answers(self, worker: str, give_up: GiveUp) -> Iterator[None]:
+        """Calls `give_up` if `worker` falls silent meanwhile. Raises TimeoutError if it already is."""
+        if worker in self.silent:
+            raise TimeoutError(f"{worker} does not answer")
+        waiting = self._open.setdefault(worker, set())
+        waiting.add(give_up)
+        try:
+            yield
+        finally:
+            waiting.discard(give_up)
 
-    async def run(self, session: aiohttp.ClientSession) -> None:
+    async def run(self) -> None:
         """Asks and decides until it is cancelled."""
         try:
             while True:
                 workers = self._workers()
-                now_s = time.monotonic()
-                for worker in self.watch.decide(workers, now_s):
-                    how = "answers, but its scheduler hangs" if self.watch.hangs(worker) else "is silent"
+                for worker in self.decide(workers, time.monotonic()):
+                    how = "answers, but its scheduler hangs" if self.hangs(worker) else "is silent"
                     log.warning(
                         "worker %s %s, for more than %g s: it is given up", worker, how, self._timeout_s
                     )
-                    for give_up in list(self.open.get(worker, ())):
+                    for give_up in list(self._open.get(worker, ())):
                         give_up(TimeoutError(f"{worker} does not answer"))
+                self._open = {name: waiting for name, waiting in self._open.items() if waiting}
                 self._compare()
                 for name, up in workers.items():
                     if name not in self._asking:
-                        self._asking[name] = asyncio.create_task(self._ask(up, session))
+                        self._asking[name] = asyncio.create_task(self._ask(up))
                 await asyncio.sleep(INTERVAL_S)
         finally:
             for task in list(self._asking.values()):
                 task.cancel()
 
-    async def _ask(self, up: WorkerUp, session: aiohttp.ClientSession) -> None:
+    async def _ask(self, up: WorkerUp) -> None:
         try:
-            timeout = aiohttp.ClientTimeout(total=self._timeout_s)
-            async with session.get(f"{up.url.rstrip('/')}/ready", timeout=timeout) as response:
-                liveness = Liveness.read(await response.read())
-                self.watch.answered(up.worker, response.status != 503, time.monotonic(), liveness)
+            status, body = await self._get(up.url, "/ready", self._timeout_s)
+            self.answered(up.worker, status != 503, time.monotonic(), Liveness.read(body))
         except TimeoutError:
             pass  # silence: `decide` notices
-        except (aiohttp.ClientError, OSError):
-            self.watch.refused(up.worker, time.monotonic())
+        except OSError:
+            self.refused(up.worker, time.monotonic())
         finally:
             del self._asking[up.worker]
         self._compare()
@@ -234,23 +235,3 @@ class Health:
         self._was_well = well
         if changed:
             self._changed()
-
-
-class Watched:
-    """Made by `Health.while_it_answers`."""
-
-    def __init__(self, health: Health, worker: str, give_up: GiveUp) -> None:
-        self._health = health
-        self._worker = worker
-        self._give_up = give_up
-
-    def __enter__(self) -> None:
-        if self._worker in self._health.watch.silent:
-            raise TimeoutError(f"{self._worker} does not answer")
-        self._health.open.setdefault(self._worker, set()).add(self._give_up)
-
-    def __exit__(self, *_: object) -> None:
-        waiting = self._health.open[self._worker]
-        waiting.discard(self._give_up)
-        if not waiting:
-            del self._health.open[self._worker]

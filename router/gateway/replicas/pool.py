@@ -21,6 +21,7 @@ from sglang_fair.settings.table import Limits
 log = logging.getLogger("gateway")
 
 ABORT_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 3.0
 """Less than the 5 s for which a replica keeps an idle connection, so that none is reused as it closes."""
 
@@ -38,11 +39,11 @@ class Replicas:
         """`workers` are those that the router names; `health_changed` is called when one fails or recovers. `tls` is
         for https:// addresses; None: as the system believes."""
         self._tls = tls
-        self.health = Health(limits.health_timeout_s, workers, health_changed)
+        self.health = Health(limits.health_timeout_s, workers, self.get, health_changed)
         self.connections = Connections(limits.connect_timeout_s, limits.idle_timeout_s, tls)
         self._limits = limits
         self._workers = workers
-        self._contexts = Contexts(workers)
+        self._contexts = Contexts(workers, self.get)
         self._windows: dict[str, SendWindow] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._asking: list[asyncio.Task[None]] = []
@@ -61,8 +62,8 @@ class Replicas:
             ),
         )
         self._asking = [
-            asyncio.create_task(self.health.run(self._session)),
-            asyncio.create_task(self._contexts.run(self._session)),
+            asyncio.create_task(self.health.run()),
+            asyncio.create_task(self._contexts.run()),
         ]
 
     async def close(self) -> None:
@@ -110,14 +111,23 @@ class Replicas:
         for rid in rids:
             self._spawn(self._abort(url, rid))
 
+    async def get(self, url: str, path: str, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, bytes]:
+        """Status and body with which the replica at `url` answers. Raises OSError, TimeoutError among these, with a
+        text."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self.session.get(url.rstrip("/") + path, timeout=timeout) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            kind = TimeoutError if isinstance(error, TimeoutError) else OSError
+            raise kind(describe(error)) from error
+
     async def _probe(self, url: str) -> None:
         """Returns when the replica has answered a question that queues behind everything sent, or does not answer."""
         try:
-            timeout = aiohttp.ClientTimeout(total=self._limits.health_timeout_s)
-            async with self.session.get(f"{url}/ready", timeout=timeout):
-                pass
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            log.info("%s does not say whether it has read what it was sent: %s", url, describe(error))
+            await self.get(url, "/ready", self._limits.health_timeout_s)
+        except OSError as error:
+            log.info("%s does not say whether it has read what it was sent: %s", url, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -129,5 +139,5 @@ class Replicas:
             timeout = aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S)
             async with self.session.post(f"{url}/abort_request", json={"rid": rid}, timeout=timeout):
                 pass
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             log.info("request %s could not be cancelled at %s: %s", rid, url, describe(error))

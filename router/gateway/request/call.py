@@ -23,6 +23,8 @@ from router.wire import namespace
 from sglang_fair.common.caller import salted
 from sglang_fair.common.fields import MAX_BATCH
 
+FAIR = ("custom_params", "fair")
+"""Where a body could name a client inside a replica: at the top (OpenAI), and in `sampling_params`."""
 RESPONSE_PREFIX = "resp_"
 """The ids of responses begin with it."""
 
@@ -149,7 +151,7 @@ def make_call(
     sampling: Sequence[SamplingParams],
 ) -> Call:
     """`sampling` is one for all prompts or one for each."""
-    body = _without_identity(body)
+    body = _without(_without(body, FAIR), ("sampling_params", *FAIR))
     model = names.model_of(names.asked_for(request.model)) or names.first
     salt = _salted(group, getattr(request, "cache_salt", None))
     by_header = kind in BY_HEADER
@@ -203,30 +205,16 @@ def check_models(call: Call, models: Collection[str]) -> None:
         raise model_not_found(min(others))
 
 
-def _without_identity(body: dict[str, Any]) -> dict[str, Any]:
-    """`body` without any `custom_params.fair`: at the top (OpenAI), and in `sampling_params`."""
-    clean = _drop_fair(body)
-    sampling = clean.get("sampling_params")
-    if isinstance(sampling, dict):
-        return clean | {"sampling_params": _drop_fair(sampling)}
-    if isinstance(sampling, list):
-        dropped = [_drop_fair(one) if isinstance(one, dict) else one for one in sampling]
-        return clean | {"sampling_params": dropped}
-    return clean
-
-
-def _drop_fair(holder: dict[str, Any]) -> dict[str, Any]:
-    custom = holder.get("custom_params")
-    if isinstance(custom, dict) and "fair" in custom:
-        return holder | {"custom_params": _without_fair(custom)}
-    if isinstance(custom, list):
-        cleaned = [_without_fair(one) if isinstance(one, dict) else one for one in custom]
-        return holder | {"custom_params": cleaned}
-    return holder
-
-
-def _without_fair(custom: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in custom.items() if key != "fair"}
+def _without(value: Any, path: Sequence[str]) -> Any:
+    """`value` without what is at `path` in it, also in each item of a list on the way."""
+    name, *rest = path
+    if isinstance(value, list):
+        return [_without(one, path) for one in value]
+    if not isinstance(value, dict) or name not in value:
+        return value
+    if rest:
+        return value | {name: _without(value[name], rest)}
+    return {key: one for key, one in value.items() if key != name}
 
 
 def _salted(group: str | None, salt: Any) -> Any:

@@ -6,12 +6,20 @@ completions, 128 for /generate, and the rest of the context for chats, where 0 c
 `max_completion_tokens` wins over `max_tokens`. Responses have the rest of the context, and messages must name one.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from router.gateway.errors import ApiError
 from router.gateway.request.kinds import Kind
 
-COMPLETION_DEFAULT, GENERATE_DEFAULT = 16, 128
+FIELDS: Mapping[Kind, tuple[str, ...]] = {
+    "chat": ("max_completion_tokens", "max_tokens"),
+    "completions": ("max_tokens",),
+    "generate": ("max_new_tokens",),
+    "messages": ("max_tokens",),
+    "responses": ("max_output_tokens",),
+}
+DEFAULTS: Mapping[Kind, int] = {"completions": 16, "generate": 128}
 
 
 def capped(kind: Kind, body: dict[str, Any], most: int) -> dict[str, Any]:
@@ -19,45 +27,34 @@ def capped(kind: Kind, body: dict[str, Any], most: int) -> dict[str, Any]:
 
     Raises `ApiError` 400 if it asks for more.
     """
+    if kind not in FIELDS:
+        return body
+    if kind != "generate":
+        made: dict[str, Any] = _capped(kind, body, most)
+        return made
+    given = body.get("sampling_params")
+    if isinstance(given, list):
+        return body | {"sampling_params": [_capped(kind, one, most) for one in given]}
+    return body | {"sampling_params": _capped(kind, {} if given is None else given, most)}
+
+
+def _capped(kind: Kind, holder: Any, most: int) -> Any:
+    if not isinstance(holder, dict):
+        return holder
+    for name in FIELDS[kind]:
+        named = holder.get(name)
+        if isinstance(named, int) and named > most:
+            text = f"`{name}` is {named}; you may have {most}"
+            raise ApiError(400, text, code="output_too_long", param=name)
     match kind:
-        case "chat":
-            names = ("max_completion_tokens", "max_tokens")
-            for name in names:
-                _check(body.get(name), most, name)
-            named = next((body[name] for name in names if body.get(name)), None)
-            return body if named is not None else body | {"max_completion_tokens": most}
-        case "completions":
-            _check(body.get("max_tokens"), most, "max_tokens")
-            named = body.get("max_tokens")
-            return body if named is not None else body | {"max_tokens": min(most, COMPLETION_DEFAULT)}
-        case "generate":
-            given = body.get("sampling_params")
-            if given is None:
-                given = {}
-            if isinstance(given, list):
-                return body | {"sampling_params": [_sampling(one, most) for one in given]}
-            return body | {"sampling_params": _sampling(given, most)}
         case "messages":
-            _check(body.get("max_tokens"), most, "max_tokens")
-            return body
-        case "responses":
-            _check(body.get("max_output_tokens"), most, "max_output_tokens")
-            named = body.get("max_output_tokens")
-            return body if named is not None else body | {"max_output_tokens": most}
+            return holder
+        case "chat":
+            is_named = any(holder.get(name) for name in FIELDS[kind])
         case _:
-            return body  # no answer of tokens
-
-
-def _sampling(given: Any, most: int) -> Any:
-    if not isinstance(given, dict):
-        return given
-    name = "max_new_tokens"
-    _check(given.get(name), most, name)
-    if name not in given:
-        return given | {name: min(most, GENERATE_DEFAULT)}
-    return given if given[name] is not None else given | {name: most}
-
-
-def _check(named: Any, most: int, name: str) -> None:
-    if isinstance(named, int) and named > most:
-        raise ApiError(400, f"`{name}` is {named}; you may have {most}", code="output_too_long", param=name)
+            is_named = holder.get(FIELDS[kind][0]) is not None
+    if is_named:
+        return holder
+    # SGLang takes a null of /generate for the rest of the context.
+    default = most if kind == "generate" and FIELDS[kind][0] in holder else DEFAULTS.get(kind, most)
+    return holder | {FIELDS[kind][0]: min(most, default)}

@@ -1,6 +1,6 @@
-"""From the bytes of a body to a checked request: one reader for each kind."""
+"""From the bytes of a body to a checked request."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -9,27 +9,18 @@ from router.gateway.checks import check
 from router.gateway.errors import ApiError
 from router.gateway.request.call import Call, make_call
 from router.gateway.request.cap import capped
-from router.gateway.request.kinds import PATHS, Kind
+from router.gateway.request.kinds import PATHS, WITHOUT_ENGINE, Kind
 from router.gateway.request.names import Names
 from router.gateway.request.schema import (
     MAX_MESSAGES,
     NOT_STORED,
-    ChatRequest,
+    REQUESTS,
     Common,
-    CompletionRequest,
-    CountTokensRequest,
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    GenerateRequest,
-    MessagesRequest,
-    OpenAIRequest,
     Prompt,
-    ResponsesRequest,
     SamplingParams,
     Texts,
     TokenIdLists,
     TokenIds,
-    TokenizeRequest,
 )
 from sglang_fair.common.fields import MAX_BATCH, WIDEST, Facts, Wrong, judge
 
@@ -83,113 +74,78 @@ def parse(
         raise ApiError(400, str(wrong), code=code, param=wrong.field) from None
     if most_output_tokens is not None:
         body = capped(kind, body, most_output_tokens)
-    return READERS[kind](body, names, group)
-
-
-def _chat(body: dict[str, Any], names: Names, group: str | None) -> Call:
-    request = check(body, ChatRequest)
-    _check_number(request.messages, "messages")
-    prompts: tuple[Prompt, ...] = () if request.input_ids is None else (request.input_ids,)
-    limit = request.max_completion_tokens or request.max_tokens  # as SGLang reads them
-    return _openai("chat", body, request, names, group, prompts, False, limit)
-
-
-def _completion(body: dict[str, Any], names: Names, group: str | None) -> Call:
-    request = check(body, CompletionRequest)
-    if request.prompt is None:
-        raise ApiError(400, "`prompt` is missing", code="invalid_prompt", param="prompt")
-    prompts, is_batch = _prompts_in(request.prompt, "prompt")
-    return _openai("completions", body, request, names, group, prompts, is_batch, request.max_tokens)
-
-
-def _openai(
-    kind: Kind,
-    body: dict[str, Any],
-    request: OpenAIRequest,
-    names: Names,
-    group: str | None,
-    prompts: tuple[Prompt, ...],
-    is_batch: bool,
-    limit: int | None,
-) -> Call:
+    request = check(body, REQUESTS[kind])
+    _check_messages(request)
+    prompts, is_batch = _prompts(kind, request)
     body = body | {"model": names.asked_for(request.model)}
-    sampling = [SamplingParams(max_new_tokens=limit, n=request.n)]
-    return make_call(kind, body, request, names, group, prompts, is_batch, sampling)
+    if kind == "responses":
+        body = _unstored(body, names)
+    elif kind == "generate" and body["model"] not in names and not body.get("lora_path"):
+        body["lora_path"] = body["model"].removeprefix(f"{names.model_of(body['model'])}:")
+        request = check(body, REQUESTS[kind])
+    if kind in WITHOUT_ENGINE:
+        group = None
+    return make_call(kind, body, request, names, group, prompts, is_batch, _sampling(kind, request))
 
 
-def _generate(body: dict[str, Any], names: Names, group: str | None) -> Call:
-    request = check(body, GenerateRequest)
-    if request.text is not None:
-        prompts, is_batch = _prompts_in(request.text, "text")
-    elif request.input_ids is not None:
-        prompts, is_batch = _prompts_in(request.input_ids, "input_ids")
-    else:
-        raise ApiError(400, "`text` or `input_ids` must be given", code="invalid_prompt")
-    given = request.sampling_params
-    sampling = given if isinstance(given, list) else [given or SamplingParams()]
-    asked = names.asked_for(request.model)
-    if asked != names.model_of(asked) and not request.lora_path:
-        body = body | {"lora_path": asked.removeprefix(f"{names.model_of(asked)}:")}
-        request = check(body, GenerateRequest)
-    return make_call("generate", body, request, names, group, prompts, is_batch, sampling)
+def _prompts(kind: Kind, request: Any) -> tuple[tuple[Prompt, ...], bool]:
+    """The prompts, and whether they are a list of several; none where the replica makes them, or judges."""
+    match kind:
+        case "chat" if request.input_ids is not None:
+            return (request.input_ids,), False
+        case "completions" if request.prompt is None:
+            raise _no_prompt("`prompt` is missing", "prompt")
+        case "completions":
+            return _prompts_in(request.prompt, "prompt")
+        case "embeddings" if request.input is None:
+            raise ApiError(400, "`input` is missing", code="invalid_input", param="input")
+        case "embeddings":
+            return _prompts_in(request.input, "input")
+        case "generate" if request.text is not None:
+            return _prompts_in(request.text, "text")
+        case "generate" if request.input_ids is not None:
+            return _prompts_in(request.input_ids, "input_ids")
+        case "generate":
+            raise ApiError(400, "`text` or `input_ids` must be given", code="invalid_prompt")
+    return (), False
 
 
-def _responses(body: dict[str, Any], names: Names, group: str | None) -> Call:
-    request = check(body, ResponsesRequest)
-    _check_number(request.input if isinstance(request.input, list) else (), "input")
+def _sampling(kind: Kind, request: Any) -> list[SamplingParams]:
+    """One for all prompts or one for each."""
+    match kind:
+        case "chat" | "completions":
+            limit = (
+                getattr(request, "max_completion_tokens", None) or request.max_tokens
+            )  # as SGLang reads them
+            return [SamplingParams(max_new_tokens=limit, n=request.n)]
+        case "generate":
+            given = request.sampling_params
+            return given if isinstance(given, list) else [given or SamplingParams()]
+        case "responses":
+            return [SamplingParams(max_new_tokens=request.max_output_tokens)]
+        case "messages":
+            return [SamplingParams(max_new_tokens=request.max_tokens)]
+    return [SamplingParams()]
+
+
+def _unstored(body: dict[str, Any], names: Names) -> dict[str, Any]:
+    """The body of a response that is not stored. Raises `ApiError` where it must be, and for an adapter, in whose place
+    SGLang 0.5.23 would answer with the model itself."""
     for name in ("store", "background"):
         if body.get(name):
             text = f"`{name}` must be false, because {NOT_STORED.partition(':')[0]}"
             raise ApiError(400, text, code="not_stored", param=name)
-    asked = names.asked_for(request.model)
-    if asked != names.model_of(asked):
-        # SGLang 0.5.23 would answer with the model itself.
+    if body["model"] not in names:
         raise ApiError(400, "adapters are not served by /v1/responses", code="unsupported", param="model")
-    body = body | {"model": asked, "store": False}
-    sampling = [SamplingParams(max_new_tokens=request.max_output_tokens)]
-    return make_call("responses", body, request, names, group, (), False, sampling)
+    return body | {"store": False}
 
 
-def _messages(body: dict[str, Any], names: Names, group: str | None) -> Call:
-    request = check(body, MessagesRequest)
-    _check_number(request.messages, "messages")
-    body = body | {"model": names.asked_for(request.model)}
-    sampling = [SamplingParams(max_new_tokens=request.max_tokens)]
-    return make_call("messages", body, request, names, group, (), False, sampling)
-
-
-def _embeddings(body: dict[str, Any], names: Names, group: str | None) -> Call:
-    request = check(body, EmbeddingsRequest)
-    if request.input is None:
-        raise ApiError(400, "`input` is missing", code="invalid_input", param="input")
-    prompts, is_batch = _prompts_in(request.input, "input")
-    body = body | {"model": names.asked_for(request.model)}
-    return make_call("embeddings", body, request, names, group, prompts, is_batch, [SamplingParams()])
-
-
-def _count_tokens(body: dict[str, Any], names: Names, _: str | None) -> Call:
-    request = check(body, CountTokensRequest)
-    _check_number(request.messages, "messages")
-    return _for_the_tokenizer("count_tokens", body, request, names)
-
-
-def _tokenize(body: dict[str, Any], names: Names, _: str | None) -> Call:
-    return _for_the_tokenizer("tokenize", body, check(body, TokenizeRequest), names)
-
-
-def _detokenize(body: dict[str, Any], names: Names, _: str | None) -> Call:
-    return _for_the_tokenizer("detokenize", body, check(body, DetokenizeRequest), names)
-
-
-def _for_the_tokenizer(kind: Kind, body: dict[str, Any], request: Common, names: Names) -> Call:
-    body = body | {"model": names.asked_for(request.model)}
-    return make_call(kind, body, request, names, None, (), False, [SamplingParams()])
-
-
-def _check_number(messages: Collection[Any], name: str) -> None:
-    if len(messages) > MAX_MESSAGES:
-        text = f"{len(messages)} messages; at most {MAX_MESSAGES}"
-        raise ApiError(400, text, code="too_many_messages", param=name)
+def _check_messages(request: Common) -> None:
+    for name in ("messages", "input"):
+        messages = getattr(request, name, None)
+        if isinstance(messages, list) and len(messages) > MAX_MESSAGES and isinstance(messages[0], dict):
+            text = f"{len(messages)} messages; at most {MAX_MESSAGES}"
+            raise ApiError(400, text, code="too_many_messages", param=name)
 
 
 def _prompts_in(value: Any, name: str) -> tuple[tuple[Prompt, ...], bool]:
@@ -223,16 +179,3 @@ def _prompts_in(value: Any, name: str) -> tuple[tuple[Prompt, ...], bool]:
 
 def _no_prompt(message: str, name: str) -> ApiError:
     return ApiError(400, message, code="invalid_prompt", param=name)
-
-
-READERS: Mapping[Kind, Callable[[dict[str, Any], Names, str | None], Call]] = {
-    "chat": _chat,
-    "completions": _completion,
-    "generate": _generate,
-    "responses": _responses,
-    "messages": _messages,
-    "embeddings": _embeddings,
-    "count_tokens": _count_tokens,
-    "tokenize": _tokenize,
-    "detokenize": _detokenize,
-}

@@ -1,6 +1,6 @@
 """Where a request goes while no router answers: consistent hashing of clients, with bounded loads.
 
-Rule. Each client has its own order of the workers (`rendezvous`). Its request goes to the first worker
+Rule. Each client has its own order of the workers (`routers.preferred`). Its request goes to the first worker
 whose load is below (1 + SLACK) times the mean, the request itself counted; if there is none, to the least loaded. So
 a client stays with one worker, where its prefixes are cached; all gateways agree on which; and a worker that comes or
 goes moves only the clients whose first choice it is (Mirrokni, Thorup, Zadimoghaddam 2018).
@@ -11,7 +11,7 @@ fairness is left to the replicas.
 
 from collections.abc import Mapping
 
-from router.gateway.routing.rendezvous import preferred
+from router.gateway.routing.routers import preferred
 
 SLACK = 0.25
 """How far above the mean a load may be before a client goes elsewhere."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from router.client import RouterGone
@@ -64,40 +64,38 @@ class Links:
 
     async def snapshot(self) -> dict[str, object]:
         """The routers' state. Of several it is their sum. Raises `RouterGone` if none answers."""
-        found = await self._of_all([link.snapshot() for link in self._living()])
-        return merged(found)
+        return merged(await self._of_all(lambda link: link.snapshot()))
 
     async def explain(self, request: str, client: str | None) -> tuple[dict[str, object], ...]:
         """What routers remember of a request, by its name or an attempt's id. Raises `RouterGone` if none answers."""
-        found = await self._of_all([link.explain(request, client) for link in self._living()])
+        found = await self._of_all(lambda link: link.explain(request, client))
         return tuple(placement for placements in found for placement in placements)
 
     async def set_limits(self, rules: bytes) -> Snapshot | Refuse:
         """Replaces the rules of throttling, in JSON, at all routers. The state then, or what the first one has against
         them. Routers that do not answer are told when they do. Raises `RouterGone` if none answers."""
         at_s = time.time()
-        answers = await self._of_all([link.set_limits(rules, at_s) for link in self._living()])
-        refused = next((answer for answer in answers if isinstance(answer, Refuse)), None)
-        if refused is not None:
-            return refused
-        snapshots = [answer for answer in answers if isinstance(answer, Snapshot)]
-        return Snapshot(snapshots[0].id, merged([one.state for one in snapshots]))
+        answers = await self._of_all(lambda link: link.set_limits(rules, at_s))
+        for answer in answers:
+            if isinstance(answer, Refuse):
+                return answer
+        return Snapshot("", merged([one.state for one in answers if isinstance(one, Snapshot)]))
 
     async def lift(self, client: str) -> bool:
         """Ends the quarantine of a client at all routers; whether it was in one. Raises `RouterGone` if none
         answers."""
-        answers = await self._of_all([link.order(Lift("", client)) for link in self._living()])
+        answers = await self._of_all(lambda link: link.order(Lift("", client)))
         return any(isinstance(answer, Snapshot) for answer in answers)
 
     async def swap(self, worker: str, model: str) -> Snapshot | Refuse:
         """Has a worker load another model: its agent is one router's. The state then, or why that cannot be. Raises
         `RouterGone` if none answers."""
-        answers = await self._of_all([link.order(Swap("", worker, model)) for link in self._living()])
+        answers = await self._of_all(lambda link: link.order(Swap("", worker, model)))
         return next((answer for answer in answers if isinstance(answer, Snapshot)), answers[0])
 
     async def workers(self) -> Workers:
         """The workers, as they are after every event told before. Raises `RouterGone` if no router answers."""
-        return merged_workers(await self._of_all([link.workers() for link in self._living()]))
+        return merged_workers(await self._of_all(lambda link: link.workers()))
 
     def state(self) -> list[dict[str, object]]:
         """Each router, for `/status`."""
@@ -107,15 +105,12 @@ class Links:
             for name in self._links
         ]
 
-    def _living(self) -> list[Link]:
+    async def _of_all(self, ask: Callable[[Link], Coroutine[Any, Any, Told]]) -> list[Told]:
+        """What the routers answer that do. Raises the first `RouterGone` if none does."""
         living = [link for link in self._links.values() if link.alive]
         if not living:
             raise RouterGone(f"no router answers at {', '.join(self._links)}")
-        return living
-
-    async def _of_all(self, asking: Sequence[Coroutine[Any, Any, Told]]) -> list[Told]:
-        """What came. Raises the first `RouterGone` if nothing did."""
-        found = await asyncio.gather(*asking, return_exceptions=True)
+        found = await asyncio.gather(*map(ask, living), return_exceptions=True)
         came = [one for one in found if not isinstance(one, BaseException)]
         for error in found:
             if isinstance(error, BaseException) and (not came or not isinstance(error, RouterGone)):

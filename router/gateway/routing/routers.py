@@ -1,6 +1,6 @@
 """Which of several routers decides for a client.
 
-Rule. Each client has its own order of the routers (`rendezvous`), and its requests go to the first of them that is in
+Rule. Each client has its own order of the routers (`preferred`), and its requests go to the first of them that is in
 service. A router is in service from its first answer on, and out of it as soon as it is lost. One that was lost and
 answers again is in service once it has answered for `BACK_S` without a break, so that a router that comes and goes
 does not move its clients each time, and one that was restarted has been told what it needs. Until then it is asked
@@ -12,12 +12,19 @@ it, and each has credits of its own; what clients are entitled to is kept in the
 meet.
 """
 
-from collections.abc import Sequence
-
-from router.gateway.routing.rendezvous import preferred
+import hashlib
+from collections.abc import Iterable, Sequence
 
 BACK_S = 3.0
 """As long as the silence after which a router is lost (`link`)."""
+
+
+def preferred(client: str, names: Iterable[str]) -> list[str]:
+    """`names` in the order in which `client` goes to them, by a hash of both. All gateways agree on it, and a name that
+    comes or goes moves only the clients whose first it is (rendezvous hashing: Thaler and Ravishankar 1998, "Using
+    name-based mappings to increase hit rates", section III)."""
+    key = hashlib.blake2b(client.encode()).digest()
+    return sorted(names, key=lambda name: (hashlib.blake2b(name.encode(), key=key).digest(), name))
 
 
 class Routers:
