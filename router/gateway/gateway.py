@@ -29,7 +29,7 @@ from router.gateway.routing.links import Links
 from router.gateway.routing.placer import Placer
 from router.gateway.settings import apps, classes, facts, folders, networks, places
 from router.gateway.sharing.allowance import Capacity
-from router.gateway.usage import Books, Usage
+from router.gateway.usage import Usage
 from router.shared_limit import SharedLimit
 from sglang_fair.common import tls
 from sglang_fair.common.curve import Keys
@@ -109,7 +109,7 @@ class Gateway:
         self.explainer = Explainer(self.record, self.link, self.fleet, self.replicas)
         self.tracing = self._traced() if settings.otlp_traces_endpoint is not None else None
         """None: no spans are made."""
-        self.usage = Usage(Books(self.fleet, self.replicas), self.quotas, self.metrics)
+        self.usage = Usage(self.fleet, self.replicas, self.quotas, self.metrics)
         self.cuts: dict[str, Callable[[], None]] = {}
         """By id of an attempt at a stream: cuts it off, if nothing is lost by that."""
         self.batches: Mapping[str, object] = {}

@@ -5,7 +5,6 @@ Without a key in `KEY_VARIABLE` and without tenants it is this machine alone: a 
 it is nobody, because a tenant may have a process here too.
 """
 
-import hmac
 import os
 from collections.abc import Collection
 
@@ -15,7 +14,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from router.gateway.errors import ApiError
 from sglang_fair.common import guard
-from sglang_fair.common.service_keys import admin_key
+from sglang_fair.common.service_keys import admin_key, is_same
 
 KEY_VARIABLE = admin_key.variable
 """Environment variable. If it is set, calls need `Authorization: Bearer` and its value, wherever they come from."""
@@ -33,7 +32,7 @@ class Guard:
 
     def __init__(self, *, has_tenants: bool, names: Collection[str] = ()) -> None:
         """`names`: by which the gateway may be asked."""
-        self._key = admin_key.key().encode()
+        self._key = admin_key.key()
         self._has_tenants = has_tenants
         self._names = names
 
@@ -55,14 +54,9 @@ class Guard:
     def _check_key(self, request: Request) -> None:
         if self._key:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogatepass"), self._key)
-            if not (is_right and scheme.lower() == "bearer"):
-                raise ApiError(
-                    401,
-                    "this needs the admin key",
-                    code="unauthorized",
-                    headers={"www-authenticate": "Bearer"},
-                )
+            if not (is_same(given.strip(), self._key) and scheme.lower() == "bearer"):
+                bearer = {"www-authenticate": "Bearer"}
+                raise ApiError(401, "this needs the admin key", code="unauthorized", headers=bearer)
         elif self._has_tenants:
             raise ApiError(403, f"there is no admin key; set {KEY_VARIABLE}", code="forbidden")
         elif request.client is None or request.client.host not in ("127.0.0.1", "::1"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from router.gateway import otlp
-from router.gateway.access import proxies
+from router.gateway.access.identity import Network, networks_in
 from router.gateway.access.quota import check_store
 from router.gateway.routing.routers import Routers
 from sglang_fair.common.deadlines import Classes, make_classes
@@ -50,9 +50,9 @@ def places(settings: table.Gateway) -> tuple[str, ...]:
     return tuple(place.strip().lower() for place in settings.identity.split(",") if place.strip())
 
 
-def networks(settings: table.Gateway) -> tuple[proxies.Network, ...] | None:
+def networks(settings: table.Gateway) -> tuple[Network, ...] | None:
     """Those of trusted proxies; None where nothing was said."""
-    return None if settings.trusted_proxies is None else proxies.parse(settings.trusted_proxies)
+    return None if settings.trusted_proxies is None else networks_in(settings.trusted_proxies)
 
 
 def facts(settings: table.Gateway) -> Facts:

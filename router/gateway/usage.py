@@ -70,29 +70,62 @@ class UsageReport(msgspec.Struct):
     """What a tenant's requests have attained since the gateway process that answers began, by class."""
 
 
-class Books:
-    """The replicas' books, as one gateway process reads them. Belongs to one event loop."""
+class Usage:
+    """Answers for one client at a time, from the replicas' books. Belongs to one event loop."""
 
-    def __init__(self, fleet: Fleet, replicas: Replicas) -> None:
+    def __init__(self, fleet: Fleet, replicas: Replicas, quotas: Quotas, metrics: GatewayMetrics) -> None:
         self._fleet = fleet
         self._replicas = replicas
+        self._quotas = quotas
+        self._metrics = metrics
         self._read_s = float("-inf")
-        self._books: list[Book] = []
+        self._known: list[Book] = []
         self._reading: asyncio.Task[None] | None = None
 
-    async def read(self) -> list[Book]:
+    async def of(self, known: Known) -> UsageReport:
+        """What `known` has had, may have, and has left."""
+        client = known.caller.client
+        books = await self._books()
+        own = [book[client] for book in books if client in book]
+
+        def total(name: str) -> Any:
+            return sum(row[name] for row in own)
+
+        limits = [] if known.tenant is None else await self._quotas.left(client, known.tenant.limits)
+        whole = sum(row["service"] for book in books for row in book.values())
+        weight = known.caller.weight
+        if weight is None:
+            weight = max((row["weight"] for row in own), default=1.0)
+        return UsageReport(
+            client,
+            TokensUsed(total("extend_tokens"), total("cached_tokens"), total("output_tokens")),
+            total("service"),
+            total("service") / whole if whole else None,
+            weight / (weight + _others_weight(books, client)),
+            weight,
+            total("requests"),
+            total("waiting"),
+            total("running"),
+            [LimitUsed(*one) for one in limits],
+            len(books),
+            {
+                name: ClassUsed(int(row["requests"]), int(row["met"]), int(row["missed"]))
+                for name, row in by_class(self._metrics.classes_of_tenants.get(client, {})).items()
+            },
+        )
+
+    async def _books(self) -> list[Book]:
         """Those of the replicas that answer."""
         if self._reading is None and time.monotonic() - self._read_s >= FRESH_S:
             self._reading = asyncio.create_task(self._read_all())
         if self._reading is not None:
             await asyncio.shield(self._reading)
-        return self._books
+        return self._known
 
     async def _read_all(self) -> None:
         try:
-            urls = [up.url for up in self._fleet.workers.values()]
-            found = await asyncio.gather(*(self._read(url) for url in urls))
-            self._books = [book for books in found for book in books]
+            found = await asyncio.gather(*(self._read(up.url) for up in self._fleet.workers.values()))
+            self._known = [book for books in found for book in books]
             self._read_s = time.monotonic()
         finally:
             self._reading = None
@@ -104,48 +137,6 @@ class Books:
             return [rank["clients"] for rank in report.get("data_parallel", [report])]
         except (OSError, msgspec.DecodeError, LookupError, TypeError, AttributeError):
             return []
-
-
-class Usage:
-    """Answers for one client at a time."""
-
-    def __init__(self, books: Books, quotas: Quotas, metrics: GatewayMetrics) -> None:
-        self._books = books
-        self._quotas = quotas
-        self._metrics = metrics
-
-    async def of(self, known: Known) -> UsageReport:
-        """What `known` has had, may have, and has left."""
-        client = known.caller.client
-        books = await self._books.read()
-        own = [book[client] for book in books if client in book]
-        limits = [] if known.tenant is None else await self._quotas.left(client, known.tenant.limits)
-        service = sum(row["service"] for row in own)
-        whole = sum(row["service"] for book in books for row in book.values())
-        weight = known.caller.weight
-        if weight is None:
-            weight = max((row["weight"] for row in own), default=1.0)
-        return UsageReport(
-            client,
-            TokensUsed(
-                sum(row["extend_tokens"] for row in own),
-                sum(row["cached_tokens"] for row in own),
-                sum(row["output_tokens"] for row in own),
-            ),
-            service,
-            service / whole if whole else None,
-            weight / (weight + _others_weight(books, client)),
-            weight,
-            sum(row["requests"] for row in own),
-            sum(row["waiting"] for row in own),
-            sum(row["running"] for row in own),
-            [LimitUsed(name, limit, left, resets_s) for name, limit, left, resets_s in limits],
-            len(books),
-            {
-                name: ClassUsed(int(row["requests"]), int(row["met"]), int(row["missed"]))
-                for name, row in by_class(self._metrics.classes_of_tenants.get(client, {})).items()
-            },
-        )
 
 
 def _others_weight(books: list[Book], client: str) -> float:

@@ -1,6 +1,7 @@
 """Keys that a cluster's processes and its operators have in their environment, for everybody on a machine sees command
 lines."""
 
+import hmac
 import os
 from dataclasses import dataclass
 
@@ -23,6 +24,11 @@ class ServiceKey:
 def bearer(key: str) -> dict[str, str]:
     """The header of a request with `key`; none without."""
     return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def is_same(given: str, key: str) -> bool:
+    """Whether `given`, which came with a request, is `key`. Takes as long wherever they begin to differ."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), key.encode())
 
 
 admin_key = ServiceKey("SGLANG_FAIR_ADMIN_KEY")

@@ -9,8 +9,9 @@ import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -34,67 +35,43 @@ class NoSuchTenant(CannotEdit):
     """There is no tenant of that name."""
 
 
+Change = Callable[[Tenant], Tenant | None]
+
+
 def add(path: Path, name: str, tenant: Tenant) -> None:
     """Adds a tenant, in a new file if there is none. Raises `CannotEdit`, SettingError for a bad file, OSError."""
-
-    def put(known: Tenants, lines: "_Lines") -> Tenants:
-        if name in known.tenants:
-            raise CannotEdit(f"there is a tenant {name} already")
-        lines.append(name, tenant)
-        return Tenants(tenants={**known.tenants, name: tenant})
-
-    _change(path, put, HEAD)
+    _change(path, name, lambda _: tenant, is_new=True)
 
 
 def set_keys(path: Path, name: str, keys: Callable[[list[str]], list[str]]) -> None:
     """Replaces a tenant's digests by what `keys` makes of them. Raises as `add`."""
-
-    def put(known: Tenants, lines: "_Lines") -> Tenants:
-        tenant = _tenant(known, name)
-        changed = tenant.model_copy(update={"keys": keys(tenant.keys)})
-        lines.set_field(name, changed, "keys")
-        return Tenants(tenants={**known.tenants, name: changed})
-
-    _change(path, put)
+    _change(path, name, lambda old: old.model_copy(update={"keys": keys(old.keys)}), "keys")
 
 
 def set_weight(path: Path, name: str, weight: float) -> None:
     """Changes a tenant's weight. Raises as `add`, and ValueError for a weight that there cannot be."""
-
-    def put(known: Tenants, lines: "_Lines") -> Tenants:
-        tenant = _tenant(known, name)
-        changed = Tenant.model_validate({**tenant.model_dump(), "weight": weight})
-        lines.set_field(name, changed, "weight")
-        return Tenants(tenants={**known.tenants, name: changed})
-
-    _change(path, put)
+    _change(path, name, lambda old: Tenant.model_validate({**old.model_dump(), "weight": weight}), "weight")
 
 
 def remove(path: Path, name: str) -> None:
     """Removes a tenant. Raises as `add`."""
-
-    def take(known: Tenants, lines: "_Lines") -> Tenants:
-        _tenant(known, name)
-        lines.remove(name)
-        return Tenants(tenants={other: one for other, one in known.tenants.items() if other != name})
-
-    _change(path, take)
+    _change(path, name, lambda _: None)
 
 
-def _tenant(known: Tenants, name: str) -> Tenant:
-    if name not in known.tenants:
-        raise NoSuchTenant(f"there is no tenant {name!r:.80}")
-    return known.tenants[name]
-
-
-def _change(path: Path, change: Callable[[Tenants, "_Lines"], Tenants], empty: str | None = None) -> None:
+def _change(path: Path, name: str, change: Change, field: str = "", *, is_new: bool = False) -> None:
+    """Makes of a tenant, or of a new one, what `change` returns, which differs in `field`."""
     path = Path(os.path.realpath(path))  # a link stays one
     with _locked(path.parent):
-        if empty is not None and not path.exists():
-            _replace(path, empty, lambda made: None)
-        known = file.read(path)
-        lines = _Lines(path)
-        wanted = change(known, lines)
+        if is_new and not path.exists():
+            _replace(path, HEAD, lambda made: None)
+        tenants = file.read(path).tenants
+        if is_new and name in tenants:
+            raise CannotEdit(f"there is a tenant {name} already")
+        if not is_new and name not in tenants:
+            raise NoSuchTenant(f"there is no tenant {name!r:.80}")
+        changed = change(tenants.get(name, Tenant()))
+        others = {other: one for other, one in tenants.items() if other != name}
+        wanted = Tenants(tenants=others if changed is None else {**others, name: changed})
 
         def check(made: Path) -> None:
             try:
@@ -104,7 +81,7 @@ def _change(path: Path, change: Callable[[Tenants, "_Lines"], Tenants], empty: s
             if not is_right:
                 raise CannotEdit(f"{path} is not written one field a line: change it by hand")
 
-        _replace(path, lines.text(), check)
+        _replace(path, _edited(path, name, changed, field), check)
 
 
 @contextlib.contextmanager
@@ -144,65 +121,50 @@ def _replace(path: Path, text: str, check: Callable[[Path], None]) -> None:
         os.close(folder)
 
 
-class _Lines:
-    """The lines of a file, and where its tenants stand in them."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        if self._lines and not self._lines[-1].endswith("\n"):
-            self._lines[-1] += "\n"
-        with opened(path) as (_, root):
-            assert isinstance(root, yaml.MappingNode)
-            self._key, self._tenants = next(pair for pair in root.value if pair[0].value == "tenants")
-        self._entries: dict[str, tuple[yaml.Node, yaml.Node]] = {
-            key.value: (key, node) for key, node in self._tenants.value
-        }
-
-    def text(self) -> str:
-        return "".join(self._lines)
-
-    def append(self, name: str, tenant: Tenant) -> None:
-        if not self._entries:
-            self._put_value("")
-            self._splice(self._key.start_mark.line + 1, 0, self._entry(name, tenant, STEP))
-            return
-        first = next(iter(self._entries.values()))[0]
-        _, last = list(self._entries.values())[-1]
-        self._splice(_last_line(last) + 1, 0, self._entry(name, tenant, first.start_mark.column))
-
-    def remove(self, name: str) -> None:
-        key, node = self._entries[name]
-        self._splice(key.start_mark.line, _last_line(node) + 1 - key.start_mark.line, [])
-        if len(self._entries) == 1:
-            self._put_value(" {}")
-
-    def set_field(self, name: str, tenant: Tenant, field: str) -> None:
-        key, node = self._entries[name]
-        first, column = key.start_mark.line, key.start_mark.column
-        if not isinstance(node, yaml.MappingNode) or node.flow_style or not node.value:
-            self._splice(first, _last_line(node) + 1 - first, self._entry(name, tenant, column))
-            return
-        column = node.value[0][0].start_mark.column
-        made = _dumped({field: getattr(tenant, field)}, column)
-        for inner, value in node.value:
-            if inner.value == field:
-                first = inner.start_mark.line
-                self._splice(first, _last_line(value) + 1 - first, made)
-                return
-        self._splice(node.value[0][0].start_mark.line, 0, made)
-
-    def _entry(self, name: str, tenant: Tenant, column: int) -> list[str]:
-        return _dumped({name: tenant.model_dump(exclude_defaults=True) or {}}, column)
-
-    def _splice(self, at: int, count: int, made: Sequence[str]) -> None:
-        self._lines[at : at + count] = made
-
-    def _put_value(self, text: str) -> None:
-        """Writes `text` behind `tenants:` in place of braces, if there are any."""
-        line = self._key.start_mark.line
-        self._lines[line] = re.sub(
-            r"(tenants['\"]?\s*:)[ ]*(\{\s*\})?", rf"\1{text}", self._lines[line], count=1
+def _edited(path: Path, name: str, tenant: Tenant | None, field: str) -> str:
+    """The file's text with `tenant` of this name, new or changed in `field`; None: without it."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += "\n"
+    with opened(path) as (_, root):
+        assert isinstance(root, yaml.MappingNode)
+        head, tenants = next(pair for pair in root.value if pair[0].value == "tenants")
+    entries: dict[str, tuple[yaml.Node, yaml.Node]] = {key.value: (key, node) for key, node in tenants.value}
+    at = head.start_mark.line
+    if not entries or (tenant is None and len(entries) == 1):  # braces stand for no tenants
+        braces = " {}" if entries else ""
+        lines[at] = re.sub(r"(tenants['\"]?\s*:)[ ]*(\{\s*\})?", rf"\1{braces}", lines[at], count=1)
+    if name in entries:
+        first, last, made = _lines_of(*entries[name], name, tenant, field)
+    else:
+        first_key, last_node = (
+            (next(iter(entries.values()))[0], tenants.value[-1][1]) if entries else (None, None)
         )
+        first = last = (at if last_node is None else _last_line(last_node)) + 1
+        made = _dumped({name: _plain(tenant)}, STEP if first_key is None else first_key.start_mark.column)
+    lines[first:last] = made
+    return "".join(lines)
+
+
+def _lines_of(
+    key: yaml.Node, node: yaml.Node, name: str, tenant: Tenant | None, field: str
+) -> tuple[int, int, list[str]]:
+    """What to put in place of which lines of the tenant at `key`."""
+    first, last, column = key.start_mark.line, _last_line(node) + 1, key.start_mark.column
+    if tenant is None:
+        return first, last, []
+    if not isinstance(node, yaml.MappingNode) or node.flow_style or not node.value:
+        return first, last, _dumped({name: _plain(tenant)}, column)
+    begin = node.value[0][0].start_mark
+    made = _dumped({field: getattr(tenant, field)}, begin.column)
+    for inner, value in node.value:
+        if inner.value == field:
+            return inner.start_mark.line, _last_line(value) + 1, made
+    return begin.line, begin.line, made
+
+
+def _plain(tenant: Tenant | None) -> dict[str, Any]:
+    return {} if tenant is None else tenant.model_dump(exclude_defaults=True)
 
 
 def _dumped(value: object, column: int) -> list[str]:

@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.access import proxies
 from router.gateway.access.directory import Directory
-from router.gateway.access.identity import Identity
+from router.gateway.access.identity import Identity, is_trusted, networks_in
 from router.gateway.address import check_free
 from router.gateway.app import App, create_app
 from router.gateway.errors import ApiError
@@ -56,7 +55,7 @@ def identity(path: Path | None, trusted: str | None = None) -> tuple[Identity, C
     """And what it counts of ignored headers."""
     ignored = Counter[str]()
     directory = None if path is None else Directory(path)
-    networks = None if trusted is None else proxies.parse(trusted)
+    networks = None if trusted is None else networks_in(trusted)
     return Identity(DEFAULT_ORDER, lambda _, name: ignored.update([name]), directory, networks), ignored
 
 
@@ -82,14 +81,14 @@ def bearer(key: str) -> dict[str, str]:
     ],
 )
 def test_networks(networks: str, peer: str, trusted: bool) -> None:
-    assert proxies.is_trusted(proxies.parse(networks), (peer, 1)) is trusted
-    assert not proxies.is_trusted(proxies.parse(networks), None)
+    assert is_trusted(networks_in(networks), (peer, 1)) is trusted
+    assert not is_trusted(networks_in(networks), None)
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1/8", "x", "10.0.0.0/33", "10.0.0.0 /8,y"])
 def test_what_is_no_network(text: str) -> None:
     with pytest.raises(SettingError, match="--trusted-proxies: "):
-        proxies.parse(text)
+        networks_in(text)
 
 
 # -- identity

@@ -3,11 +3,10 @@
 Rule. The file is looked at every `LOOK_S`, and read when two looks in a row have found the same new state of it, so
 that one that is being written is left alone. If it cannot be read, or is wrong, what was known stays, and the failure
 is counted once for each state of the file. Leak: a writer that pauses for longer than `LOOK_S` may leave a beginning
-that is right by itself; `sglang-fair tenants` replaces the file at once, and so should everybody.
+that is right by itself; `sglang-fair tenants` replaces the file at once, and so should others.
 """
 
 import asyncio
-import hmac
 import logging
 import os
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ _State = tuple[int, int, int, int, int] | str
 
 
 class Known(NamedTuple):
-    """Somebody who asks: the caller that each of its requests has, and its tenant, None where there is no file."""
+    """A request's caller, and its tenant; None where there is no file."""
 
     tenant: Tenant | None
     caller: Caller
@@ -43,7 +42,7 @@ class Directory:
         self._path = path
         self._seen = self._read_state = _state(path)
         self._by_name: Mapping[str, Known] = {}
-        self._digests: Mapping[bytes, tuple[bytes, Known]] = {}
+        self._by_digest: Mapping[bytes, Known] = {}
         self.reloads = 0
         self.failures = 0
         """States of the file that could not be used."""
@@ -58,14 +57,9 @@ class Directory:
         return self._by_name.get(name)
 
     def by_key(self, key: str) -> Known | None:
-        """The tenant that has this key.
-
-        Found by its digest, so the time tells nothing of any other key: whoever could steer the digest had broken
-        SHA-256. The comparison that decides takes the same time wherever two digests begin to differ.
-        """
-        given = keys.digest(key)
-        stored, known = self._digests.get(given, (_NOBODYS, None))
-        return known if hmac.compare_digest(stored, given) else None
+        """The tenant that has this key. It is found by its digest, so the time tells nothing of other keys: nobody can
+        steer a SHA-256."""
+        return self._by_digest.get(keys.digest(key))
 
     def state(self) -> dict[str, object]:
         """As `/status` shows it."""
@@ -109,18 +103,15 @@ class Directory:
         # has a new time of change all the same.
         changed_ns = self._read_state[0] if isinstance(self._read_state, tuple) else 0
         self._version = max(changed_ns, self._version + 1)
-        by_name, digests = dict[str, Known](), dict[bytes, tuple[bytes, Known]]()
-        for name, tenant in found.tenants.items():
-            known = by_name[name] = Known(
-                tenant, Caller(name, tenant.weight, tenant.cache_group, self._version)
-            )
-            for digest in map(keys.read, tenant.keys):
-                digests[digest] = digest, known
-        self._by_name, self._digests = by_name, digests
-
-
-_NOBODYS = bytes(32)
-"""What an unknown key is compared with."""
+        self._by_name = {
+            name: Known(tenant, Caller(name, tenant.weight, tenant.cache_group, self._version))
+            for name, tenant in found.tenants.items()
+        }
+        self._by_digest = {
+            keys.read(one): self._by_name[name]
+            for name, tenant in found.tenants.items()
+            for one in tenant.keys
+        }
 
 
 def _state(path: Path) -> _State:

@@ -7,17 +7,18 @@ every header is believed. The feeder of batches, which has the key in `SGLANG_FA
 `HEADER_ON_BEHALF` names; whoever sends another key there is refused.
 """
 
-import hmac
+import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.gateway.access.directory import Directory, Known
-from router.gateway.access.proxies import Network, is_trusted
 from router.gateway.clients import header_safe
 from router.gateway.errors import ApiError
 from router.gateway.metrics import Count
 from sglang_fair.common.caller import HEADER_WEIGHT, Caller
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER, api_key, identify
+from sglang_fair.common.service_keys import is_same
+from sglang_fair.settings.setting import SettingError
 
 HEADER_FEEDER = "x-fair-feeder"
 """The feeder's key."""
@@ -31,6 +32,34 @@ MOST_DIGITS = 9
 
 Headers = Mapping[str, str]
 Peer = Sequence[Any] | None
+
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+"""Of trusted proxies, whose headers are believed."""
+
+
+def networks_in(text: str) -> tuple[Network, ...]:
+    """The networks in `10.0.0.0/8,192.0.2.7,fd00::/8`. Raises SettingError, in one line."""
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            found.append(ipaddress.ip_network(part))
+        except ValueError as error:
+            raise SettingError(f"--trusted-proxies: {error}", "trusted_proxies") from None
+    return tuple(found)
+
+
+def is_trusted(networks: Sequence[Network], peer: Sequence[Any] | None) -> bool:
+    """Whether the peer, (host, port), of a connection stands in one of the networks."""
+    if not networks or not peer:
+        return False
+    try:
+        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
+    except ValueError:  # a Unix socket, or a name
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return any(address in network for network in networks)
 
 
 class Identity:
@@ -47,7 +76,7 @@ class Identity:
         """`order` is where a name is looked for (`common.identity`); `trusted` is None where nothing was said. Without
         a `feeder_key` nobody is the feeder."""
         self.directory = directory
-        self._feeder_key = feeder_key.encode()
+        self._feeder_key = feeder_key
         self._count = count
         self._order = order
         self._unheaded = [place for place in order if place in (API_KEY, USER)]
@@ -91,8 +120,7 @@ class Identity:
         return found
 
     def _on_behalf(self, headers: Headers) -> Known:
-        given = headers[HEADER_FEEDER].encode("utf-8", "surrogatepass")
-        if not hmac.compare_digest(given, self._feeder_key):
+        if not is_same(headers[HEADER_FEEDER], self._feeder_key):
             raise _refused("this is not the feeder's key", "invalid_feeder_key")
         name = headers.get(HEADER_ON_BEHALF, "")
         found = (

@@ -46,33 +46,36 @@ SWEEP_S = 60.0
 
 
 class _Window(NamedTuple):
-    """A limit of tokens or requests in a period."""
+    """A limit in a period."""
 
     name: str
     """In `x-ratelimit-*-NAME`."""
+    field: str
+    """Of `Limits`."""
     seconds: int
+    of: str
+    """What it counts."""
 
 
-REQUESTS = _Window("requests", 60)
-TOKENS = _Window("tokens", 60)
-TOKENS_OF_DAY = _Window("tokens-day", 86400)
+REQUESTS = _Window("requests", "requests_per_minute", 60, "requests in a minute")
+TOKENS = _Window("tokens", "tokens_per_minute", 60, "tokens in a minute")
+TOKENS_OF_DAY = _Window("tokens-day", "tokens_per_day", 86400, "tokens in a day")
 
 
 def check_store(address: str) -> None:
-    """Raises SettingError for an address at which no store can be."""
-    if address != MEMORY and not address.startswith(SCHEMES):
-        raise SettingError(
-            f"--limit-store must be memory or redis://HOST:PORT/DB, not {address!r:.80}", "limit_store"
-        )
-    try:
-        if address != MEMORY:
+    """Raises SettingError for an address at which there cannot be a store."""
+    if address == MEMORY:
+        return
+    text = f" must be memory or redis://HOST:PORT/DB, not {address!r:.80}"
+    if address.startswith(SCHEMES):
+        try:
             _Remote(address)
-    except ImportError:
-        raise SettingError(
-            "--limit-store: a Redis needs its client library: pip install 'sglang-fair[redis]'", "limit_store"
-        ) from None
-    except Exception as error:  # a port that is none
-        raise SettingError(f"--limit-store: {error}", "limit_store") from None
+            return
+        except ImportError:
+            text = ": a Redis needs its client library: pip install 'sglang-fair[redis]'"
+        except Exception as error:  # a port that is none
+            text = f": {error}"
+    raise SettingError(f"--limit-store{text}", "limit_store")
 
 
 class _Local:
@@ -124,7 +127,8 @@ class Quotas:
         self._remote = None if address == MEMORY else _Remote(address)
         self._clock_s = clock_s
         self._silent_until_s = 0.0
-        self._at_once: Counter[str] = Counter()
+        self.at_once: Counter[str] = Counter()
+        """Requests of each tenant that are under way."""
         self._settling: set[asyncio.Task[None]] = set()
         self.refused: Counter[str] = Counter()
         """Requests, by the limit that they would have exceeded."""
@@ -153,24 +157,11 @@ class Quotas:
         """As `/status` shows it."""
         return {
             "refused": dict(sorted(self.refused.items())),
-            "at once": dict(self._at_once.most_common(10)),
+            "at once": dict((+self.at_once).most_common(10)),
             "store failures": self.store_failures,
         }
 
     # -- for tickets
-
-    def take(self, tenant: str, most: int | None) -> bool:
-        """Whether one more at a time is within the limit; if so it is counted."""
-        if most is not None and self._at_once[tenant] >= most:
-            return False
-        self._at_once[tenant] += 1
-        return True
-
-    def give(self, tenant: str) -> None:
-        """Undoes `take`."""
-        self._at_once[tenant] -= 1
-        if not self._at_once[tenant]:
-            del self._at_once[tenant]
 
     def window(self, window: _Window) -> int:
         """The number of the window that it is."""
@@ -217,16 +208,12 @@ class Quotas:
     async def left(self, tenant: str, limits: Limits) -> list[tuple[str, int, int | None, int | None]]:
         """The limits that there are: name, limit, what is left of it, and the seconds until it begins anew."""
         found: list[tuple[str, int, int | None, int | None]] = []
-        for window, limit in (
-            (REQUESTS, limits.requests_per_minute),
-            (TOKENS, limits.tokens_per_minute),
-            (TOKENS_OF_DAY, limits.tokens_per_day),
-        ):
-            if limit is not None:
+        for window in (REQUESTS, TOKENS, TOKENS_OF_DAY):
+            if (limit := getattr(limits, window.field)) is not None:
                 used = await self.add(Charge(tenant, window, self.window(window)), 0) or 0
                 found.append((window.name, limit, max(0, limit - used), self.left_s(window)))
         if limits.concurrency is not None:
-            left = max(0, limits.concurrency - self._at_once[tenant])
+            left = max(0, limits.concurrency - self.at_once[tenant])
             found.append(("concurrency", limits.concurrency, left, None))
         for name, most in (("prompt-tokens", limits.prompt_tokens), ("output-tokens", limits.output_tokens)):
             if most is not None:
@@ -270,10 +257,11 @@ class Ticket:
 
     async def enter(self) -> None:
         """Counts the request. Raises `ApiError` 429."""
-        limits = self._limits
-        self._is_in = self._quotas.take(self._tenant, limits.concurrency)
-        if not self._is_in:
+        limits, at_once = self._limits, self._quotas.at_once
+        if limits.concurrency is not None and at_once[self._tenant] >= limits.concurrency:
             raise self._refusal("concurrency", f"{limits.concurrency} requests at a time", BUSY_RETRY_S)
+        self._is_in = True
+        at_once[self._tenant] += 1
         if limits.requests_per_minute is not None:
             await self._shielded(self._take(REQUESTS, limits.requests_per_minute, 1, 1))
 
@@ -297,7 +285,7 @@ class Ticket:
             return
         self._is_closed = True
         if self._is_in:
-            self._quotas.give(self._tenant)
+            self._quotas.at_once.subtract([self._tenant])
         if self._work is not None:  # else nothing was charged
             self._quotas.settle(self._settle(output_tokens, was_taken))
 
@@ -311,14 +299,11 @@ class Ticket:
     async def _admit(self, most_output_tokens: int, unnamed: int) -> None:
         prompt_tokens = self._prompt_tokens
         try:
-            for window, limit in (
-                (TOKENS_OF_DAY, self._limits.tokens_per_day),
-                (TOKENS, self._limits.tokens_per_minute),
-            ):
-                if limit is None:
+            for window in (TOKENS_OF_DAY, TOKENS):
+                if (limit := getattr(self._limits, window.field)) is None:
                     continue
                 if prompt_tokens > limit:
-                    text = f"the prompt has {prompt_tokens} tokens; you have {limit} in {_period(window)}"
+                    text = f"the prompt has {prompt_tokens} tokens; you have {limit} {window.of}"
                     raise ApiError(400, text, code="prompt_too_large")
                 least = min(prompt_tokens + most_output_tokens + unnamed, limit)
                 self._charges.append(
@@ -356,21 +341,13 @@ class Ticket:
             f"x-ratelimit-reset-{window.name}": f"{quotas.left_s(window)}s",
         }
         if over > wanted - least:
-            unit = "requests" if window is REQUESTS else "tokens"
-            text = f"{limit} {unit} in {_period(window)}; this one needs {least}, {left} are left"
+            text = f"{limit} {window.of}; this one needs {least}, {left} are left"
             raise self._refusal(window.name, text, quotas.left_s(window))
         return charge
 
     def _refusal(self, limit: str, text: str, retry_after_s: int) -> ApiError:
         self._quotas.refused[limit] += 1
+        code = "rate_limit_exceeded"
         return ApiError(
-            429,
-            f"you may have {text}",
-            code="rate_limit_exceeded",
-            retry_after_s=retry_after_s,
-            headers=self.headers,
+            429, f"you may have {text}", code=code, retry_after_s=retry_after_s, headers=self.headers
         )
-
-
-def _period(window: _Window) -> str:
-    return "a day" if window is TOKENS_OF_DAY else "a minute"
