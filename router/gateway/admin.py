@@ -315,7 +315,6 @@ async def _sent(
 
 
 def _throttle(state: dict[str, Any]) -> ThrottleReport:
-    """Of a router's snapshot."""
     return ThrottleReport(state.get("throttle", {}))
 
 

@@ -101,8 +101,7 @@ class Pages(Starlette):
 def refused(gateway: Gateway, path: str, error: ApiError) -> Response:
     """The answer to a request that is refused, in the shape of the API that was asked."""
     gateway.metrics.count("refusals_total", str(error.status))
-    body = error.body("anthropic" if path.startswith(PATHS["messages"]) else "openai")
-    return Response(body, error.status, error.headers, "application/json")
+    return error.answer("anthropic" if path.startswith(PATHS["messages"]) else "openai")
 
 
 class App:
@@ -146,7 +145,6 @@ class App:
         self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request."""
         path = scope.get("path", "")
         kind = KINDS.get(path) if scope.get("method") == "POST" else None
         if self._guard is not None and (
@@ -222,7 +220,6 @@ def open_files(settings: table.Gateway) -> Files | None:
 
 
 def create_app_from_environment() -> App:
-    """The factory for uvicorn's worker processes."""
     die_with_parent()
     settings = msgspec.json.decode(os.environ[SETTINGS_VARIABLE], type=table.Gateway)
     logs.configure(settings.log_level, settings.log_format)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+from starlette.responses import Response
 
 RETRY_AFTER_S = 1
 
@@ -48,18 +49,21 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's error type for the status."""
         if self.status == 429:
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "service_unavailable_error"
 
     def body(self, style: Style = "openai") -> bytes:
-        """The JSON body."""
         if style == "anthropic":
             kind = ANTHROPIC_TYPES.get(self.status, "api_error")
             return msgspec.json.encode(AnthropicErrorBody(AnthropicDetail(kind, self.message)))
         detail = ErrorDetail(self.message, self.type, self.param, self.code or self.status)
         return msgspec.json.encode(ErrorBody(detail))
+
+    def answer(self, style: Style = "openai", headers: Mapping[str, str] | None = None) -> Response:
+        """The whole answer; `headers` are those of any answer."""
+        sent = {**(headers or {}), **self.headers}
+        return Response(self.body(style), self.status, sent, "application/json")
 
 
 class ErrorDetail(msgspec.Struct):

@@ -117,7 +117,6 @@ class Gateway:
         self._following: list[asyncio.Task[None]] = []
 
     def hear_of_batches(self, totals: Mapping[str, ClientTotals]) -> None:
-        """What clients have in the store."""
         self.metrics.batches(totals)
         most = sorted(totals.items(), key=lambda pair: (-pair[1].left, pair[0]))[:LISTED_CLIENTS]
         running = sum(one.running for one in totals.values())
@@ -128,7 +127,6 @@ class Gateway:
         }
 
     def _cut(self, attempt: str) -> None:
-        """A router wants this attempt cut."""
         cut = self.cuts.get(attempt)
         if cut is not None:
             cut()
@@ -143,7 +141,6 @@ class Gateway:
         return [name for name in tenant.models if self.names.model_of(name) is not None]
 
     async def start(self) -> None:
-        """Opens what belongs to the running loop."""
         await self.replicas.start()
         await self.link.start()
         self._following = [asyncio.create_task(self.metrics.run())]
@@ -164,7 +161,6 @@ class Gateway:
         self.intake.close()
 
     def state(self) -> dict[str, object]:
-        """What this process counts, as `/status` shows it."""
         return {
             "version": VERSION,
             "in_flight": self.capacity.requests.taken,
@@ -186,7 +182,6 @@ class Gateway:
         }
 
     def _context_tokens(self) -> int | dict[str, int | None] | None:
-        """By model, where there are several."""
         found = {model: self.replicas.context_tokens(model) for model in self.names}
         return found if len(found) > 1 else found[self.names.first]
 
@@ -211,7 +206,6 @@ class Gateway:
         return tracing.Tracing(tracing.otlp(self.settings.otlp_traces_endpoint))
 
     def _due(self, name: Interaction) -> Due | None:
-        """By when further calls of it are due."""
         promise = self.interactions.promised(name)
         return None if promise is None else Due.of(promise, time.monotonic())
 

@@ -6,13 +6,14 @@ request head has come within a time limit.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.gateway.answer.leaving import LEAVING, Callback
 from router.gateway.clients import address_share
 from router.gateway.errors import overloaded
 from router.gateway.metrics import Count
@@ -20,6 +21,20 @@ from router.shared_limit import SharedLimit
 
 STATE = "connections"
 """Where the application's lifespan puts its `ConnectionBounds`, unless the server is given them."""
+
+
+LEAVING = "sglang_fair.leaving"
+"""The extension of a request's scope that `when_client_leaves` uses."""
+
+Callback = Callable[[], None]
+
+
+def when_client_leaves(scope: Scope, leave: Callback) -> Callback:
+    """Calls `leave` once if the client of a request, whose body has been read, goes away. Calling the result ends that.
+    It is an event of the connection, where ASGI has a task that waits for it beside each request; another server than
+    `Listener` has none."""
+    extension = scope.get("extensions", {}).get(LEAVING)
+    return (lambda: None) if extension is None else cast(Callback, extension["listen"](leave))
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,6 @@ class ConnectionBounds:
 
 
 def refusal(share: str) -> bytes:
-    """The answer to a connection that is one too many."""
     body = overloaded(f"too many connections from {share.strip('()')}").body()
     head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nretry-after: 1\r\nconnection: close"
     return f"HTTP/1.1 429 Too Many Requests\r\n{head}\r\n\r\n".encode() + body
@@ -60,7 +74,6 @@ class Wire:
             self._transport.write(data)
 
     def close(self) -> None:
-        """Closes it when everything is written."""
         self._flush()
         self._transport.close()
 
@@ -120,19 +133,16 @@ class Listener(HttpToolsProtocol):
             self._wait_for_head()
 
     def on_message_begin(self) -> None:
-        """The first byte of a head has come."""
         self._has_begun = True
         super().on_message_begin()
         self.scope["extensions"] = self._extensions
 
     def on_headers_complete(self) -> None:
-        """The whole head has come."""
         self._has_begun = False
         self._stop_waiting()
         super().on_headers_complete()
 
     def _when_gone(self, leave: Callback) -> Callback:
-        """An event, where ASGI has a task that waits for it beside each request."""
         if self._share is None:
             self.loop.call_soon(leave)
         self.flow.resume_reading()  # else the end would not be read behind a large body

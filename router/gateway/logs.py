@@ -37,5 +37,4 @@ def configure(level: str, form: str) -> None:
 
 
 def request_ended(line: Mapping[str, Any]) -> None:
-    """Logs a request by its fields."""
     _requests.info("request", extra={FIELDS: dict(line)})

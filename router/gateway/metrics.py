@@ -107,7 +107,6 @@ class GatewayMetrics:
                 self._counts[metric.name].inc(0)
 
     def count(self, name: str, *labels: str) -> None:
-        """One more."""
         series = self._series_of.get((name, *labels))
         if series is None:
             metric = self._counts[name]
@@ -115,7 +114,6 @@ class GatewayMetrics:
         series.inc()
 
     def ended(self, exchange: Exchange) -> None:
-        """A request is over."""
         label = OTHER  # of those whom nobody knows
         if exchange.is_entered:
             tokens = (exchange.input_tokens or 0) + exchange.output_tokens
@@ -219,7 +217,6 @@ class GatewayMetrics:
 
 
 def by_outcome(counts: Counts) -> dict[str, float]:
-    """Outcome -> requests, of all clients."""
     found: dict[str, float] = {}
     for (_, outcome), count in counts.items():
         found[outcome] = found.get(outcome, 0) + count
@@ -227,7 +224,6 @@ def by_outcome(counts: Counts) -> dict[str, float]:
 
 
 def by_model(counts: Counts) -> dict[str, dict[str, float]]:
-    """Model -> outcome -> requests that have ended."""
     found: dict[str, dict[str, float]] = {}
     for (model, outcome), count in sorted(counts.items()):
         found.setdefault(model, {})[outcome] = count

@@ -37,7 +37,6 @@ class AnyId(msgspec.Struct):
 
 
 def json_response(content: msgspec.Struct, status: int = 200) -> Response:
-    """An answer with `content` as its JSON body."""
     return Response(msgspec.json.encode(content), status, media_type=JSON)
 
 
@@ -94,7 +93,6 @@ class Operation:
         return answering
 
     def route(self, handler: Handler, middleware: Sequence[Middleware] | None = None) -> Route:
-        """Where it is served."""
         path = self.path.replace("}", ":path}") if self.has_slashes else self.path
         return Route(path, handler, methods=[self.method], middleware=middleware)
 
@@ -105,7 +103,6 @@ class Operation:
 
     @property
     def types(self) -> tuple[Any, ...]:
-        """All that the document must know of."""
         bodies = () if self.body is None else (self.body,)
         answers = () if self.answer is None else (self.answer,)
         others = (kind for _, kind in self.others.values())

@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 from router.events import TOKEN_BYTES
 from router.gateway.access.directory import Known
 from router.gateway.access.quota import Ticket
-from router.gateway.answer.leaving import when_client_leaves
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.clients import address_share, header_safe
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
+from router.gateway.listener import when_client_leaves
 from router.gateway.record import REQUEST_ID
 from router.gateway.request.call import Call, check_models
 from router.gateway.request.kinds import PATHS, Kind, style_of
@@ -175,7 +175,7 @@ class Relay:
                 has_left = True
                 serving.cancel()
 
-        stop_watching = when_client_leaves(self._scope, self._receive, leave)
+        stop_watching = when_client_leaves(self._scope, leave)
         try:
             return await self._serve(await self._understood(raw, promise), reply)
         except asyncio.CancelledError:
@@ -265,10 +265,5 @@ class Relay:
             error.message,
         )
         self._gateway.metrics.count("refusals_total", str(error.status))
-        headers = [(b"content-type", b"application/json"), (b"x-fair-client", row.client.encode("latin-1"))]
-        more = {**self._own_headers, **error.headers}
-        headers += [(name.encode(), value.encode()) for name, value in more.items()]
-        body = error.body(style_of(self._kind))
-        headers.append((b"content-length", str(len(body)).encode()))
-        await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        answer = error.answer(style_of(self._kind), {"x-fair-client": row.client, **self._own_headers})
+        await answer(self._scope, self._receive, self._send)

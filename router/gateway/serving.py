@@ -159,15 +159,15 @@ class Serving:
 
     def _rest(self, resumable: Resumable, tokens: bytes) -> _Leg:
         """The rest of the stream. Raises `Diverged` if nobody can continue it."""
-        following = resumable.next_leg(unpack_tokens(tokens), self._gateway.intake.decoder(self._call))
-        if following.tokens is not None:
-            tokens = pack_tokens(following.tokens[:MAX_ROUTED_TOKENS])
+        call, prompt = resumable.next_leg(unpack_tokens(tokens), self._gateway.intake.decoder(self._call))
+        if prompt is not None:
+            tokens = pack_tokens(prompt[:MAX_ROUTED_TOKENS])
         self._gateway.metrics.count("resumes_total")
         self._row.resumed += 1
         now_s = time.monotonic()
         if self._promise is not None:
             self._promise = self._promise.renewed(now_s)
-        return _Leg(following.call, tokens, now_s)
+        return _Leg(call, tokens, now_s)
 
     # -- one attempt
 

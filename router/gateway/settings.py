@@ -51,12 +51,10 @@ def places(settings: table.Gateway) -> tuple[str, ...]:
 
 
 def networks(settings: table.Gateway) -> tuple[Network, ...] | None:
-    """Those of trusted proxies; None where nothing was said."""
     return None if settings.trusted_proxies is None else networks_in(settings.trusted_proxies)
 
 
 def facts(settings: table.Gateway) -> Facts:
-    """What clients may ask of a model."""
     return _read(
         "allow_fields",
         "--allow-fields: ",
@@ -65,12 +63,10 @@ def facts(settings: table.Gateway) -> Facts:
 
 
 def classes(settings: table.Gateway) -> Classes:
-    """What clients may be promised."""
     return _read("slo_classes", "", lambda: make_classes(settings.slo_classes, "--slo-classes"))
 
 
 def apps(settings: table.Gateway) -> Apps:
-    """Which applications clients may name."""
     path = settings.apps
     return Apps() if path is None else _read("apps", "", lambda: make_apps(read_json(path), f"--apps {path}"))
 

@@ -84,7 +84,6 @@ class Tracing:
         self._tracer = self._provider.get_tracer("sglang_fair")
 
     def begin(self, exchange: Exchange, route: str, headers: Mapping[str, str]) -> "Trace":
-        """For a request that has come to the path `route`."""
         return Trace(self._tracer, exchange, route, headers)
 
     async def close(self) -> None:

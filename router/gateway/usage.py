@@ -83,7 +83,6 @@ class Usage:
         self._reading: asyncio.Task[None] | None = None
 
     async def of(self, known: Known) -> UsageReport:
-        """What `known` has had, may have, and has left."""
         client = known.caller.client
         books = await self._books()
         own = [book[client] for book in books if client in book]
@@ -140,7 +139,6 @@ class Usage:
 
 
 def _others_weight(books: list[Book], client: str) -> float:
-    """Of all others that have a request at a replica."""
     present: dict[str, float] = {}
     for book in books:
         for name, row in book.items():

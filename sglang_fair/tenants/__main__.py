@@ -147,7 +147,6 @@ def _show_once(key: str, text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; the exit code."""
     return run_app(app, "sglang-fair tenants", arguments)
 
 

@@ -18,7 +18,6 @@ _BYTES = 32
 
 
 def new_key() -> str:
-    """A key that nobody else has."""
     return PREFIX + secrets.token_urlsafe(_BYTES)
 
 
@@ -28,7 +27,6 @@ def digest(key: str) -> bytes:
 
 
 def written(digest: bytes) -> str:
-    """A digest as it stands in a file."""
     return DIGEST_PREFIX + digest.hex()
 
 

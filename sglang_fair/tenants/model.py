@@ -126,5 +126,4 @@ class Tenants(Part):
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a file."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Tenants.model_json_schema()}

@@ -6,7 +6,6 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.answer.leaving import when_client_leaves
 from router.gateway.listener import Wire
 
 
@@ -76,20 +75,3 @@ async def test_a_head_without_a_body_does_not_wait_for_one() -> None:
     made.close()
     assert transport.written[1:] == [b"HTTP/1.1 204 No Content\r\n\r\n"]
     assert transport.closed_after == 2
-
-
-async def test_who_leaves_is_noticed_once_and_only_while_listened_for() -> None:
-    told: list[str] = []
-    gone = asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    stop = when_client_leaves({}, receive, lambda: told.append("early"))
-    stop()
-    when_client_leaves({}, receive, lambda: told.append("left"))
-    await asyncio.sleep(0)
-    gone.set()
-    await asyncio.sleep(0.01)
-    assert told == ["left"]

@@ -101,7 +101,7 @@ class Client:
         said = self.resumable.can_go_on(prompt, decode)
         assert said is self.resumable.can_go_on(prompt, decode), "asking changes nothing"
         try:
-            self.leg = self.resumable.next_leg(prompt, decode).call
+            self.leg, _ = self.resumable.next_leg(prompt, decode)
         except Diverged:
             assert not said
             raise
@@ -208,7 +208,7 @@ def test_a_sampled_stream_is_whole_wherever_it_is_cut(
     with_losses(client, Engine(tokenizer, rng=rng), cuts, rng)
     got, ids = client.reading(), list(client.resumable._ids)
     assert b"token_ids" not in client.got
-    client.resumable._read()
+    client.resumable._read_all()
     assert len(ids or client.resumable._ids) == limit
     prompt = client.tokens.ids(client.call)
     before = client.tokens.text(prompt[-5:])
@@ -249,7 +249,7 @@ def test_a_sampled_stream_that_was_cut_is_a_true_sample(tokenizer: Path, kind: s
         prompt = prompt or client.tokens.ids(client.call)
         role = 1 if kind == "chat" else 0
         with_losses(client, engine, [role + rng.randint(1, 3), role + rng.randint(1, 3)], Seldom(rng))
-        client.resumable._read()
+        client.resumable._read_all()
         ids = [prompt[-1], *client.resumable._ids]
         assert len(ids) == DRAWN + 1
         pairs.update((at, one, other) for at, (one, other) in enumerate(pairwise(ids)))
@@ -335,7 +335,7 @@ def test_a_stop_text_that_a_stream_may_have_begun(tokenizer: Path, kind: str) ->
     client = Client(tokenizer, kind, sampled(kind, "x", 20))
     client.read(engine, Ones(), 6)
     begun = client.resumable
-    begun._read()
+    begun._read_all()
     last = begun._text[-1]
     for stop, goes_on in ((f"{last}#", False), (f"#{last}", True), (last, True)):
         other = Client(tokenizer, kind, sampled(kind, "x", 20, stop=[stop]))

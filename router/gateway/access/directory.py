@@ -53,7 +53,6 @@ class Directory:
         self._take(file.read(path))
 
     def by_name(self, name: str) -> Known | None:
-        """The tenant of this name."""
         return self._by_name.get(name)
 
     def by_key(self, key: str) -> Known | None:
@@ -62,7 +61,6 @@ class Directory:
         return self._by_digest.get(keys.digest(key))
 
     def state(self) -> dict[str, object]:
-        """As `/status` shows it."""
         return {
             "tenants": len(self._by_name),
             "reloads": self.reloads,
@@ -71,13 +69,11 @@ class Directory:
         }
 
     async def run(self) -> None:
-        """Follows the file until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             await self.look()
 
     async def look(self) -> None:
-        """One look at the file."""
         seen = await asyncio.to_thread(_state, self._path)
         if seen != self._seen:
             self._seen = seen

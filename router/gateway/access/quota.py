@@ -88,7 +88,6 @@ class _Local:
         self._sweep_at_s = 0.0
 
     def incr(self, key: str, expiry_s: int, amount: int) -> int:
-        """The count, with `amount` in it."""
         now_s = self._clock_s()
         if now_s >= self._sweep_at_s:
             self._counts = {key: one for key, one in self._counts.items() if one[1] > now_s}
@@ -154,7 +153,6 @@ class Quotas:
             await self._remote.close()
 
     def state(self) -> dict[str, object]:
-        """As `/status` shows it."""
         return {
             "refused": dict(sorted(self.refused.items())),
             "at once": dict((+self.at_once).most_common(10)),
@@ -164,7 +162,6 @@ class Quotas:
     # -- for tickets
 
     def window(self, window: _Window) -> int:
-        """The number of the window that it is."""
         return int(self._clock_s() // window.seconds)
 
     def left_s(self, window: _Window) -> int:

@@ -41,11 +41,9 @@ class Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def piece(self, body: bytes) -> None:
-        """Sends a piece of the body; more follows."""
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, body: bytes = b"") -> None:
-        """Sends the last piece."""
         await self._send({"type": "http.response.body", "body": body})
         self.ended = True
 

@@ -12,12 +12,12 @@ bytes a token.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
 
-from router.gateway.answer.sse import COMMENTS, DONE, END_OF_EVENT, TOKEN_IDS, data_of
+from router.gateway.answer.sse import COMMENTS, DONE, END_OF_EVENT, TOKEN_IDS, data_of, split
 from router.gateway.request.call import Call, encode_body
 from router.gateway.request.continuation import (
     FREQUENCY,
@@ -46,14 +46,6 @@ UNFINISHED = "\ufffd"
 
 class Diverged(Exception):
     """The stream cannot be continued exactly; the text says why."""
-
-
-@dataclass(frozen=True)
-class Leg:
-    """What to ask the next replica. `tokens` are the prompt for the router; None: as for the first leg."""
-
-    call: Call
-    tokens: list[int] | None
 
 
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -93,9 +85,6 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
 
 
-_EVENTS = msgspec.json.Decoder(_Event)
-
-
 class _Ids(msgspec.Struct):
     """A comment of `common.token_ids`."""
 
@@ -104,7 +93,7 @@ class _Ids(msgspec.Struct):
     finish: str | None = None
 
 
-_COMMENTS = msgspec.json.Decoder(_Ids)
+_EVENTS, _COMMENTS = msgspec.json.Decoder(_Event), msgspec.json.Decoder(_Ids)
 
 
 class _Owed:
@@ -131,12 +120,32 @@ class _Owed:
 
     def next(self, ids: Sequence[int], *, is_all: bool) -> str:
         """What can be made up by now; `is_all`: a character that is still half is all that comes."""
+        if not self:
+            return ""
         text = self._decode(ids)
         if not is_all:
             text = text.rstrip(UNFINISHED)
         found = text[self._at : self._until]
         self._at = self._until if is_all else self._at + len(found)
         return found
+
+
+@dataclass
+class _Leg:
+    """What one replica writes."""
+
+    owed: _Owed | None = None
+    """None: it is the first leg."""
+    kept: int = 0
+    """Output tokens before it."""
+    before: str = ""
+    """The text before it, and what was owed and has been made up."""
+    unknown: bytes = b""
+    """Events of a chat whose token ids have not come yet."""
+    has_ids: bool = False
+    """Of a chat: it has some."""
+    late: list[dict[str, Any]] = field(default_factory=list)
+    """Chunks of a chat that wait until their tokens are known, because something is owed before them."""
 
 
 class Resumable:
@@ -146,6 +155,7 @@ class Resumable:
         """`call.can_go_on` must be true."""
         assert call.can_go_on
         self._call = call
+        self._leg = _Leg()
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._text = ""
@@ -161,64 +171,34 @@ class Resumable:
         self._is_finished = False
         self._finish: str | None = None
         """Why the answer ended, where only its token ids say so."""
-        self._waits = b""
-        self._has_ids = False
-        # Of the current leg:
-        self._is_first = True
-        self._kept = 0
-        """Output tokens before it."""
-        self._before = ""
-        """The text before it."""
-        self._owed: _Owed | None = None
-        self._late: list[dict[str, Any]] = []
-        """Chunks of a chat that wait until their tokens are known, because something is owed before them."""
-        self._made_up = ""
-        """What was owed to the client and has been given to it."""
 
     @property
     def leg_tokens(self) -> int | None:
         """Output tokens of the current leg; None if their ids are not known."""
-        self._read()
-        return len(self._ids) - self._kept if self._ids else None
+        self._read_all()
+        return len(self._ids) - self._leg.kept if self._ids else None
 
     @property
     def is_complete(self) -> bool:
         """The client has everything but what `closing` makes, and the [DONE]."""
-        self._read()
+        self._read_all()
         return self._is_finished or self._finish is not None
 
     def closing(self) -> bytes:
         """What the client lacks of a complete answer before its [DONE]."""
         events: list[dict[str, Any]] = []
         if not self._is_finished:
-            events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": self._finish}]})
+            events.append(self._named([{"index": 0, "delta": {}, "finish_reason": self._finish}]))
         if self._call.kind != "generate" and self._call.wants_usage and not self._has_usage:
-            prompt, completion = self._prompt_tokens or len(self._prompt), len(self._ids)
-            usage = {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-            }
-            events.append({"choices": [], "usage": usage})
-        return b"".join(
-            b"data: " + msgspec.json.encode(self._named(event)) + END_OF_EVENT for event in events
-        )
-
-    def _named(self, event: dict[str, Any]) -> dict[str, Any]:
-        """`event` with what all events of the stream have in common."""
-        names = {"chat": "chat.completion.chunk", "completions": "text_completion"}
-        return {
-            **self._head,
-            "object": names[self._call.kind],
-            "model": self._call.body.get("model"),
-            **event,
-        }
+            prompt = self._prompt_tokens or len(self._prompt)
+            events.append(self._named([]) | {"usage": _counted(prompt, len(self._ids))})
+        return b"".join(map(_written, events))
 
     def pass_on(self, events: bytes) -> bytes:
         """Takes whole events of the current leg, and returns what the client gets. Raises `Diverged`."""
         if self._call.asks_for_token_ids:
             events = self._known(events)
-        if not self._is_first:
+        if self._leg.owed is not None:
             return b"".join(self._continued(events))
         if self._call.kind == "generate":
             self._keep_last(events)
@@ -226,18 +206,18 @@ class Resumable:
             self._unread.append(events)
             self._unread_bytes += len(events)
             if self._unread_bytes > REMEMBERED_BYTES:
-                self._read()
+                self._read_all()
         if self._call.hides_token_ids:
             return TOKEN_IDS.sub(b"", events)
         return COMMENTS.sub(b"", events) if self._call.asks_for_token_ids else events
 
-    def next_leg(self, prompt: Sequence[int], decode: Decode) -> Leg:
-        """Begins another leg. `prompt` are the request's tokens, as the router got them. Raises `Diverged`."""
-        leg, self._owed = self._following(prompt, decode)
+    def next_leg(self, prompt: Sequence[int], decode: Decode) -> tuple[Call, list[int] | None]:
+        """Begins another leg: what to ask the next replica, and its prompt for the router; None: as for the first leg.
+        `prompt` are the request's tokens, as the router got them. Raises `Diverged`."""
+        call, tokens, owed = self._following(prompt, decode)
         self._prompt = self._prompt or list(prompt)
-        self._is_first, self._kept, self._before = False, len(self._ids), self._text
-        self._waits, self._has_ids, self._late, self._made_up = b"", False, [], ""
-        return leg
+        self._leg = _Leg(owed, len(self._ids), self._text)
+        return call, tokens
 
     def can_go_on(self, prompt: Sequence[int], decode: Decode) -> bool:
         """Whether `next_leg` could begin another leg now. Changes nothing."""
@@ -247,28 +227,75 @@ class Resumable:
             return False
         return True
 
-    def _following(self, prompt: Sequence[int], decode: Decode) -> tuple[Leg, _Owed | None]:
+    def _following(self, prompt: Sequence[int], decode: Decode) -> tuple[Call, list[int] | None, _Owed]:
         """The rest of the stream, behind all its tokens, and what its client is owed before that."""
-        self._read()
+        self._read_all()
         if self._obstacle:
             raise Diverged(self._obstacle)
         if not self._ids:
             if self._text:
                 raise Diverged("its token ids are not known")
-            return Leg(self._call, None), None  # the client has nothing of it yet
+            return self._call, None, _Owed(lambda ids: "", (), "")  # the client has nothing of it yet
         first = self._prompt or list(prompt)
         if self._prompt_tokens not in (None, len(first)):
             raise Diverged("its prompt's tokens are not known")
         if begins_stop(self._call.sampling, self._text):
             raise Diverged("it may have begun a stop text")
-        context, hide_special = (
-            first[-CONTEXT_TOKENS:],
-            self._call.sampling.get("skip_special_tokens") is not False,
-        )
+        context = first[-CONTEXT_TOKENS:]
+        hide_special = self._call.sampling.get("skip_special_tokens") is not False
         before = len(decode(context, hide_special))
         owed = _Owed(lambda ids: decode([*context, *ids], hide_special)[before:], self._ids, self._text)
         tokens = first + list(self._ids)
-        return Leg(_from_tokens(self._call, tokens, len(self._ids)), tokens), owed
+        return _from_tokens(self._call, tokens, len(self._ids)), tokens, owed
+
+    # -- reading, in all legs
+
+    def _known(self, events: bytes) -> bytes:
+        """`events` of a chat as far as their token ids are known, which come behind them: else a replica that dies in
+        between would leave text that nobody can continue. The rest waits. Before the first ids nothing does, because
+        a replica without the overlay sends none."""
+        leg = self._leg
+        events, leg.unknown = leg.unknown + events, b""
+        comments = COMMENTS.findall(events)
+        leg.has_ids = leg.has_ids or bool(comments)
+        if not leg.has_ids or events.endswith(DONE) or (comments and b'"finish":"' in comments[-1]):
+            return events
+        end = events.rfind(comments[-1]) + len(comments[-1]) if comments else 0
+        events, leg.unknown = events[:end], events[end:]
+        return events
+
+    def _take_ids(self, event: bytes) -> None:
+        try:
+            found = _COMMENTS.decode(event.removeprefix(token_ids.PREFIX))
+        except msgspec.MsgspecError:
+            self._obstacle = UNREADABLE
+            return
+        if self._leg.owed is None:
+            self._prompt_tokens = found.prompt_tokens
+        self._ids.extend(found.ids)
+        if found.finish in ("stop", "length"):
+            self._finish = found.finish
+
+    def _take_choice(self, choice: dict[str, Any]) -> str:
+        """Notes what a choice says beside its token ids; its text."""
+        holder = choice.get("delta") or choice
+        text: str = holder.get("text") or holder.get("content") or ""
+        self._text += text
+        self._is_finished = self._is_finished or choice.get("finish_reason") is not None
+        if holder.get("reasoning_content"):
+            self._obstacle = "the model had begun to reason"
+        if holder.get("tool_calls"):
+            self._obstacle = "it had begun to call a tool"
+        return text
+
+    def _take_generated(self, data: dict[str, Any]) -> None:
+        """Notes what an event of /generate says, which is cumulative over its leg."""
+        leg, text = self._leg, str(data.get("text") or "")
+        self._is_finished = (data.get("meta_info") or {}).get("finish_reason") is not None
+        ids = self._ids[: leg.kept] + array("I", data.get("output_ids") or [])
+        if leg.owed:
+            leg.before += leg.owed.next(ids, is_all=self._is_finished or bool(text))
+        self._text, self._ids = leg.before + text, ids
 
     # -- the first leg
 
@@ -276,81 +303,41 @@ class Resumable:
         """Keeps the last event alone: those of /generate are cumulative."""
         for event in reversed(events.split(END_OF_EVENT)):
             if event and data_of(event) != FINISHED:
-                self._unread = [event + END_OF_EVENT]
+                self._unread = [event]
                 return
 
-    def _read(self) -> None:
+    def _read_all(self) -> None:
         events, self._unread, self._unread_bytes = b"".join(self._unread), [], 0
-        for event in _split(events):
+        for event in split(events):
             if data_of(event) == FINISHED or self._obstacle:
                 continue
             if event.startswith(token_ids.PREFIX):
                 self._take_ids(event)
                 continue
             try:
-                data = _read(event)
+                self._take_first(_read(event))
             except Diverged as error:
                 self._obstacle = str(error)
-                continue
-            if self._call.kind == "generate":
-                self._read_generated(data)
-                continue
-            self._has_usage = self._has_usage or isinstance(data.get("usage"), dict)
-            for choice in data.get("choices") or []:
-                self._head = self._head or {"id": data.get("id"), "created": data.get("created")}
-                self._read_choice(choice)
 
-    def _read_generated(self, data: dict[str, Any]) -> None:
-        self._text = str(data.get("text") or "")
-        self._ids = array("I", data.get("output_ids") or [])
-        meta = data.get("meta_info") or {}
-        self._head = {"id": meta.get("id")}
-        self._prompt_tokens = meta.get("prompt_tokens")
-        self._is_finished = meta.get("finish_reason") is not None
-        if "error" in data or meta.get("completion_tokens") != len(self._ids):
-            self._obstacle = "its token ids are not known"
-
-    def _read_choice(self, choice: dict[str, Any]) -> None:
-        holder = choice.get("delta") or choice
-        self._text += holder.get("text") or holder.get("content") or ""
-        self._ids.extend(choice.get("token_ids") or [])
-        self._prompt = choice.get("prompt_token_ids") or self._prompt
-        self._is_finished = self._is_finished or choice.get("finish_reason") is not None
-        if holder.get("reasoning_content"):
-            self._obstacle = "the model had begun to reason"
-        if holder.get("tool_calls"):
-            self._obstacle = "it had begun to call a tool"
-
-    def _known(self, events: bytes) -> bytes:
-        """`events` of a chat as far as their token ids are known, which come behind them: else a replica that dies in
-        between would leave text that nobody can continue. The rest waits. Before the first ids nothing does, because
-        a replica without the overlay sends none."""
-        events, self._waits = self._waits + events, b""
-        comments = COMMENTS.findall(events)
-        self._has_ids = self._has_ids or bool(comments)
-        if not self._has_ids or events.endswith(DONE) or (comments and b'"finish":"' in comments[-1]):
-            return events
-        end = events.rfind(comments[-1]) + len(comments[-1]) if comments else 0
-        events, self._waits = events[:end], events[end:]
-        return events
-
-    def _take_ids(self, event: bytes) -> None:
-        """Reads a comment of `common.token_ids`."""
-        try:
-            found = _COMMENTS.decode(event.removeprefix(token_ids.PREFIX))
-        except msgspec.MsgspecError:
-            self._obstacle = UNREADABLE
+    def _take_first(self, data: dict[str, Any]) -> None:
+        if self._call.kind == "generate":
+            meta = data.get("meta_info") or {}
+            self._head, self._prompt_tokens = {"id": meta.get("id")}, meta.get("prompt_tokens")
+            self._take_generated(data)
+            if "error" in data or meta.get("completion_tokens") != len(self._ids):
+                self._obstacle = "its token ids are not known"
             return
-        if self._is_first:
-            self._prompt_tokens = found.prompt_tokens
-        self._ids.extend(found.ids)
-        if found.finish in ("stop", "length"):
-            self._finish = found.finish
+        self._has_usage = self._has_usage or isinstance(data.get("usage"), dict)
+        for choice in data.get("choices") or []:
+            self._head = self._head or {"id": data.get("id"), "created": data.get("created")}
+            self._ids.extend(choice.get("token_ids") or [])
+            self._prompt = choice.get("prompt_token_ids") or self._prompt
+            self._take_choice(choice)
 
     # -- later legs
 
     def _continued(self, events: bytes) -> Iterator[bytes]:
-        for event in _split(events):
+        for event in split(events):
             if event.startswith(token_ids.PREFIX):
                 self._take_ids(event)
                 yield from self._paid(is_end=self._finish is not None)
@@ -362,86 +349,75 @@ class Resumable:
             data = _read(event)
             if "error" in data:
                 yield event + END_OF_EVENT
-            elif self._owed and self._call.kind == "chat":
-                self._late.append(data)
+            elif self._leg.owed and self._call.kind == "chat":
+                self._leg.late.append(data)
             elif found := self._generated(data) if self._call.kind == "generate" else self._chunk(data):
-                yield b"data: " + msgspec.json.encode(found) + END_OF_EVENT
+                yield _written(found)
 
     def _paid(self, *, is_end: bool) -> Iterator[bytes]:
         """What is owed of a chat and can be made up by now, and the chunks that waited for it."""
-        if self._call.kind != "chat" or not self._owed:
+        leg = self._leg
+        if self._call.kind != "chat" or not leg.owed:
             return
         says = any(
             (choice.get("delta") or {}).get("content")
-            for late in self._late
+            for late in leg.late
             for choice in late.get("choices") or ()
         )
-        text = self._owed.next(self._ids, is_all=is_end or says)
-        chunks, self._late = self._late, []
+        text = leg.owed.next(self._ids, is_all=is_end or says)
+        chunks, leg.late = leg.late, []
         if text:
             delta = {"content": text}
-            chunks.insert(0, self._named({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}))
+            chunks.insert(0, self._named([{"index": 0, "delta": delta, "finish_reason": None}]))
         for chunk in chunks:
             if found := self._chunk(chunk):
-                yield b"data: " + msgspec.json.encode(found) + END_OF_EVENT
+                yield _written(found)
 
     def _chunk(self, data: dict[str, Any]) -> dict[str, Any] | None:
+        """What the client gets of a chunk of a chat or a completion, if anything."""
         data |= self._head
-        choices = data.get("choices")
-        if not choices:
-            if isinstance(data.get("usage"), dict):
-                data["usage"] = self._usage(data["usage"])
-                self._has_usage = True
+        if not data.get("choices"):
+            if isinstance(usage := data.get("usage"), dict):
+                data["usage"], self._has_usage = self._whole(usage), True
             return data
-        [choice] = choices
-        self._ids.extend(choice.get("token_ids") or [])
+        [choice] = data["choices"]
         choice.pop("prompt_token_ids", None)
-        choice.pop("token_ids", None)
-        holder = choice.get("delta") or choice
-        if holder.get("reasoning_content"):
-            raise Diverged("the other replica begins to reason")
-        if self._owed and self._call.kind == "completions":
-            text = holder.get("text") or ""
+        self._ids.extend(choice.pop("token_ids", None) or [])
+        owed, was_finished = self._leg.owed, self._is_finished
+        if owed and self._call.kind == "completions":
+            text = choice.get("text") or ""
             is_all = choice.get("finish_reason") is not None or bool(text)
-            holder["text"] = self._owed.next(self._ids, is_all=is_all) + text
-        says = holder.get("text") or holder.get("content") or ""
-        self._text += says
-        is_end = choice.get("finish_reason") is not None and not self._is_finished
-        self._is_finished = self._is_finished or is_end
-        return data if says or is_end else None
+            choice["text"] = owed.next(self._ids, is_all=is_all) + text
+        text = self._take_choice(choice)
+        if self._obstacle:
+            raise Diverged(self._obstacle)
+        return data if text or self._is_finished is not was_finished else None
 
     def _generated(self, data: dict[str, Any]) -> dict[str, Any]:
+        self._take_generated(data)
         meta = data.get("meta_info") or {}
-        made = str(data.get("text") or "")
-        ids = [*self._ids[: self._kept], *(data.get("output_ids") or [])]
-        self._is_finished = meta.get("finish_reason") is not None
-        if self._owed:
-            self._made_up += self._owed.next(ids, is_all=self._is_finished or bool(made))
-        if self._kept:
-            meta["prompt_tokens"] = len(self._prompt)
-            meta["completion_tokens"] = len(ids)
+        if self._leg.kept:
+            meta["prompt_tokens"], meta["completion_tokens"] = len(self._prompt), len(self._ids)
             if isinstance(why := meta.get("finish_reason"), dict) and "length" in why:
-                why["length"] = len(ids)
+                why["length"] = len(self._ids)
             if meta.get("cached_tokens") is not None:
                 meta["cached_tokens"] = min(meta["cached_tokens"], len(self._prompt))
         meta["id"] = self._head.get("id")
-        self._text, self._ids = self._before + self._made_up + made, array("I", ids)
-        return data | {"text": self._text, "output_ids": ids, "meta_info": meta}
+        return data | {"text": self._text, "output_ids": list(self._ids), "meta_info": meta}
 
-    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The usage of the whole answer, from that of the current leg."""
-        if not self._kept:
+        if not self._leg.kept:
             return usage
-        completion = self._kept + int(usage.get("completion_tokens") or 0)
-        prompt = len(self._prompt)
-        details = usage.get("prompt_tokens_details")
+        prompt, details = len(self._prompt), usage.get("prompt_tokens_details")
         if isinstance(details, dict) and details.get("cached_tokens"):
             details["cached_tokens"] = min(details["cached_tokens"], prompt)
-        return usage | {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+        return usage | _counted(prompt, self._leg.kept + int(usage.get("completion_tokens") or 0))
+
+    def _named(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An event of ours, with what all events of the stream have in common."""
+        kind = "chat.completion.chunk" if self._call.kind == "chat" else "text_completion"
+        return {**self._head, "object": kind, "model": self._call.body.get("model"), "choices": choices}
 
 
 def _from_tokens(call: Call, tokens: list[int], kept: int) -> Call:
@@ -461,13 +437,11 @@ def _from_tokens(call: Call, tokens: list[int], kept: int) -> Call:
         for token, times in Counter(tokens[-kept:]).items():
             bias[str(token)] = bias.get(str(token), 0.0) - penalty * times
         shifted["logit_bias"] = bias
-    if kind == "completions":
-        body = call.body | shifted | {"prompt": tokens}
-    elif kind == "chat":
-        body = call.body | shifted | {"input_ids": tokens}
-    else:
+    if kind == "generate":
         body = {name: value for name, value in call.body.items() if name != "text"}
         body |= {"input_ids": tokens, "sampling_params": sampling | shifted}
+    else:
+        body = call.body | shifted | {"prompt" if kind == "completions" else "input_ids": tokens}
     return replace(
         call,
         body=body,
@@ -475,10 +449,6 @@ def _from_tokens(call: Call, tokens: list[int], kept: int) -> Call:
         prompts=(tokens,),
         max_output_tokens=min(limits.values(), default=0),
     )
-
-
-def _split(events: bytes) -> Iterator[bytes]:
-    return (event for event in events.split(END_OF_EVENT) if event)
 
 
 def _read(event: bytes) -> dict[str, Any]:
@@ -490,3 +460,15 @@ def _read(event: bytes) -> dict[str, Any]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Diverged(UNREADABLE) from error
     return found
+
+
+def _written(event: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + END_OF_EVENT
+
+
+def _counted(prompt: int, completion: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }

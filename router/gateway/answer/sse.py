@@ -63,7 +63,6 @@ _GENERATED_ONE_OR_MORE = msgspec.json.Decoder(_Generated | list[_Generated])
 
 
 def usage_of(kind: Kind, body: bytes) -> Usage | None:
-    """The usage in a complete response body; None if it has none."""
     try:
         if kind in typed.ENDS:
             return typed.usage_of(body)
@@ -76,7 +75,6 @@ def usage_of(kind: Kind, body: bytes) -> Usage | None:
 
 
 def stream_of(call: Call) -> "Stream | TypedStream":
-    """What reads the stream that answers `call`."""
     return TypedStream(call.kind) if call.kind in typed.ENDS else Stream(call)
 
 
@@ -139,7 +137,7 @@ class Stream:
             if last:
                 self._latest[0] = last[last.rfind(END_OF_EVENT) + 2 if END_OF_EVENT in last else 0 :]
             return
-        for event in _split(events):
+        for event in split(events):
             try:
                 self._latest[_GENERATED.decode(data_of(event)).index] = event
             except msgspec.MsgspecError:
@@ -172,12 +170,12 @@ class Stream:
         return self._hide_usage
 
 
-def _split(events: bytes) -> Iterator[bytes]:
+def split(events: bytes) -> Iterator[bytes]:
+    """The events, without what ends them."""
     return (event for event in events.split(END_OF_EVENT) if event)
 
 
 def data_of(event: bytes) -> bytes:
-    """The data of an event."""
     return event.removeprefix(b"data:").strip()
 
 

@@ -64,7 +64,6 @@ _TOLD = msgspec.json.Decoder(_Told)
 
 
 def usage_of(body: bytes) -> Usage | None:
-    """The usage in a whole answer; None if it has none."""
     return _usage(_TOLD.decode(body).usage)
 
 

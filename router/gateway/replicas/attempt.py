@@ -89,7 +89,6 @@ class Attempt:
 
     @property
     def usage(self) -> Usage:
-        """Of its answer, so far."""
         return self._stream.usage if self._ended is None else self._ended
 
     @property

@@ -52,7 +52,6 @@ class Origin(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As the Host header gives it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -116,7 +115,6 @@ class Connection(asyncio.Protocol):
         return found[0] if len(found) == 1 else b"".join(found)
 
     async def read(self) -> bytes:
-        """The whole body."""
         pieces = []
         while piece := await self.piece():
             pieces.append(piece)
@@ -130,12 +128,10 @@ class Connection(asyncio.Protocol):
             self._timer = None
 
     def close(self) -> None:
-        """Closes it at once, even in the middle of an answer."""
         self.rest(0.0)
         self._transport.abort()
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits for the answer gets this error."""
         if self._error is None and not self._is_complete:
             self._error = error
         self._transport.abort()
@@ -170,7 +166,6 @@ class Connection(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
@@ -217,7 +212,6 @@ class Connection(asyncio.Protocol):
             self.headers = {}
 
     def on_body(self, body: bytes) -> None:
-        """Keeps a piece of the body for the reader."""
         self._pieces.append(body)
         self._buffered_bytes += len(body)
         if self._patience_s:
@@ -231,7 +225,6 @@ class Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
 
     def on_message_complete(self) -> None:
-        """The answer is complete."""
         if self._has_head:
             self._is_complete, self._keeps = True, self._parser.should_keep_alive()
 
@@ -354,7 +347,6 @@ class Connections:
             self._sweeper = loop.call_later(KEEP_S / 3, self._sweep)
 
     def close(self) -> None:
-        """Closes the idle connections. Requests close those in use."""
         if self._sweeper is not None:
             self._sweeper.cancel()
         for idle in self._idle.values():

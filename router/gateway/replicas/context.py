@@ -44,7 +44,6 @@ def context_of(answer: bytes) -> int | None:
 
 
 def names_of(answer: bytes) -> list[str]:
-    """What the models in an answer are called."""
     return [one.id for one in _models_in(answer) if one.id]
 
 

@@ -86,7 +86,6 @@ class Watch:
         self.silent: frozenset[str] = frozenset()
 
     def is_well(self, worker: str) -> bool:
-        """Whether it may get requests. A worker that nothing is known of may."""
         return (
             worker not in self.silent
             and worker not in self._leaving
@@ -98,7 +97,6 @@ class Watch:
         return worker in self._leaving
 
     def heard(self, worker: str, now_s: float) -> None:
-        """Bytes came from it."""
         self._heard_s[worker] = self._time.look(now_s)
 
     def hangs(self, worker: str) -> bool:
@@ -106,7 +104,6 @@ class Watch:
         return self._hangs.get(worker, 0) >= HANGS
 
     def answered(self, worker: str, ready: bool, now_s: float, liveness: Liveness | None = None) -> None:
-        """It has answered a health check."""
         self._heard_s[worker] = self._time.look(now_s)
         self._refusals.pop(worker, None)
         (self._leaving.discard if ready else self._leaving.add)(worker)
@@ -172,11 +169,9 @@ class Health(Watch):
         """The requests that wait for each worker."""
 
     def sick(self) -> list[str]:
-        """The known workers that are not well."""
         return [name for name in self._workers() if not self.is_well(name)]
 
     def refused_request(self, worker: str) -> None:
-        """It refused a request's connection."""
         if worker in self._workers():
             self.refused(worker, time.monotonic())
             self._compare()
@@ -194,7 +189,6 @@ class Health(Watch):
             waiting.discard(give_up)
 
     async def run(self) -> None:
-        """Asks and decides until it is cancelled."""
         try:
             while True:
                 workers = self._workers()

@@ -51,7 +51,6 @@ class Replicas:
         self._key = replica_key.headers()
 
     async def start(self) -> None:
-        """Begins to ask the replicas how they are."""
         self._session = aiohttp.ClientSession(
             headers=self._key,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=self._tls or True),
@@ -97,7 +96,6 @@ class Replicas:
         return self.connections.post(url, path, headers, body, patience_s)
 
     def window(self, url: str) -> SendWindow:
-        """The send window of the replica at `url`."""
         window = self._windows.get(url)
         if window is None:
             known = {up.url.rstrip("/") for up in self._workers().values()}

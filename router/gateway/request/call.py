@@ -76,7 +76,6 @@ class Call:
 
     @property
     def param(self) -> str:
-        """The field of the body that holds the prompt."""
         match self.kind:
             case "completions" | "tokenize":
                 return "prompt"
@@ -115,7 +114,6 @@ class Call:
         return tuple(f"{request_id[:digits]}{index:04x}" for index in range(len(self.prompts)))
 
     def forwarded(self, request_id: str) -> bytes:
-        """The body for the replica."""
         rids, name = self.rids(request_id), b"rid"
         if not rids or self.kind == "messages":  # the overlay takes the id from a header
             return self.encoded

@@ -67,7 +67,6 @@ class Words:
         return found
 
     def learn(self, word: str, tokens: bytes) -> None:
-        """Keeps the tokens of a word."""
         if len(self._young) >= self._most:
             self._old, self._young = self._young, {}
         self._young[word] = tokens
@@ -86,7 +85,6 @@ class ChunkedTokenizer:
         self._cuts = self._may_cut()
 
     def uncached_chars(self, text: str) -> int:
-        """How many characters of `text` are not in the cache."""
         return sum(len(part) for part in self.parts(text) if part not in self._kept)
 
     def tokens(self, text: str) -> bytes:
@@ -98,7 +96,6 @@ class ChunkedTokenizer:
         return map(self._part, self.parts(text))
 
     def parts(self, text: str) -> Iterator[str]:
-        """The chunks of `text`."""
         start = 0
         if self._cuts and len(text) > CHUNK_CHARS:
             while found := _SAFE.search(text, start + CHUNK_CHARS):
@@ -147,7 +144,6 @@ class ChunkedTokenizer:
         return b"".join(cast(list[bytes], known))
 
     def _learn(self, words: Iterable[str]) -> dict[str, bytes]:
-        """The tokens of `words`; short ones are kept."""
         made = {word: self._encode(f" {word}") for word in words}
         for word, tokens in made.items():
             if len(word) <= WORD_CHARS:

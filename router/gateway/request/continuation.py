@@ -98,7 +98,6 @@ def can_go_on(kind: Kind, body: Mapping[str, Any]) -> bool:
 
 
 def _is_text(message: Any) -> bool:
-    """Whether a message of a chat is text alone."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list):
         return all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
@@ -106,7 +105,6 @@ def _is_text(message: Any) -> bool:
 
 
 def begins_stop(sampling: Mapping[str, Any], text: str) -> bool:
-    """Whether `text` ends with the beginning of a stop text."""
     stops = sampling.get("stop") or []
     texts = [stops] if isinstance(stops, str) else stops
     return any(

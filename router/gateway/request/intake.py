@@ -47,7 +47,6 @@ class Intake:
         self._threads = FairThreadPool(THREADS)
 
     def close(self) -> None:
-        """Drops the work that waits for a thread."""
         self._threads.close()
 
     async def parsed(

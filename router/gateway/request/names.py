@@ -42,5 +42,4 @@ class Names:
 
 
 def model_not_found(asked: str) -> ApiError:
-    """OpenAI's error for a model that is not served."""
     return ApiError(404, f"the model {asked[:200]!r} does not exist here", code="model_not_found")

@@ -99,7 +99,6 @@ class ChatTemplate:
 
 
 def flat(content: Any) -> str:
-    """The text of a message."""
     if isinstance(content, list):
         texts = [part.get("text", "") if isinstance(part, dict) else str(part) for part in content]
         return " ".join(text for text in texts if text)
@@ -118,7 +117,6 @@ def _plain(part: Any) -> Any:
 
 
 def _with_arguments(call: Any) -> Any:
-    """A tool call with its arguments as an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -146,7 +146,6 @@ class Tokens:
         return (len(piece) // TOKEN_BYTES for piece in self._chunks.pieces(text))
 
     def ids(self, call: Call) -> list[int]:
-        """The same as a list of ids."""
         return unpack_tokens(b"".join(self.pieces(call, self.prompts(call))))
 
     def text(self, ids: Sequence[int], hide_special: bool = True) -> str:

@@ -106,7 +106,6 @@ class Fleet:
         return router
 
     def refused(self, request: str) -> None:
-        """The router has named no worker for it."""
         self._asked.pop(request, None)
 
     def place(self, arrive: Arrive) -> Place | None:
@@ -184,7 +183,6 @@ class Fleet:
     # -- all routers
 
     def counted_by(self) -> Counter[str]:
-        """How many requests in flight each router counts."""
         return Counter(self._placed_by.values())
 
     def order(self, event: WorkerUp | WorkerDrain) -> list[str]:
@@ -195,7 +193,6 @@ class Fleet:
         return [name for name in self._sides if self.routers.is_up(name)]
 
     def view(self, sick: Collection[str]) -> dict[str, object]:
-        """The workers, as `/status` shows them while no router answers."""
         return {
             name: {
                 "url": up.url,

@@ -60,7 +60,6 @@ class Link(RouterClient):
         return await self.ask(question, (Place, Refuse), self._timeout_s)
 
     async def snapshot(self) -> dict[str, object]:
-        """The router's state."""
         return (await self.ask(Query(""), (Snapshot,), self._timeout_s)).state
 
     async def explain(self, request: str, client: str | None) -> tuple[dict[str, object], ...]:
@@ -77,7 +76,6 @@ class Link(RouterClient):
         return answer
 
     async def order(self, wish: SetLimits | Lift | Swap) -> Snapshot | Refuse:
-        """What an operator wants. The router's state then, or why that cannot be."""
         return await self.ask(wish, (Snapshot, Refuse), self._timeout_s)
 
     async def workers(self) -> Workers:

@@ -36,7 +36,6 @@ class Links:
 
     @property
     def alive(self) -> bool:
-        """Whether any router answers."""
         return any(link.alive for link in self._links.values())
 
     def next(self, client: str, asked: Sequence[str]) -> Link | None:
@@ -98,7 +97,6 @@ class Links:
         return merged_workers(await self._of_all(lambda link: link.workers()))
 
     def state(self) -> list[dict[str, object]]:
-        """Each router, for `/status`."""
         counted = self._fleet.counted_by()
         return [
             {"address": name, "state": self._fleet.routers.state(name), "in_flight": counted[name]}

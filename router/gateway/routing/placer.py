@@ -59,15 +59,12 @@ class Placer:
         return place
 
     def placed_itself(self, request: str) -> bool:
-        """Whether this request, which is in flight, was placed without a router."""
         return self._fleet.placed_itself(request)
 
     def progress(self, progress: Progress) -> None:
-        """Tells the router that counts it how far a request has come."""
         self._links.tell(self._fleet.teller(progress.id), progress)
 
     def end(self, done: Done) -> None:
-        """A request has ended at its worker, or is not going to be sent to one."""
         self._links.tell(self._fleet.end(done), done)
 
 

@@ -72,7 +72,6 @@ class Routers:
         return name in self._planning and name != first
 
     def is_up(self, name: str) -> bool:
-        """Whether it answers."""
         return name in self._answers_since_s
 
     def state(self, name: str) -> str:
@@ -89,5 +88,4 @@ class Routers:
         return sorted(preferred(client, living), key=lambda name: name not in self._in_service)
 
     def first(self, client: str) -> str | None:
-        """The one that decides for `client`; None if none answers."""
         return next(iter(self.order(client)), None)

@@ -81,7 +81,6 @@ class Side:
         return Table(name, tuple(self._fleet.requests_of(self.router)))
 
     def settle(self, difference: Difference) -> list[Event]:
-        """The events that it lacks."""
         running = [self._fleet.taken_over(name, self.router) for name in difference.missing]
         ended = [self._fleet.ended(name, self.router) for name in difference.unsettled]
         return [event for event in (*running, *ended) if event is not None]
@@ -116,7 +115,6 @@ class Side:
         return told + self.health()
 
     def health(self) -> list[Event]:
-        """The workers whose health it sees differently."""
         return [
             WorkerHealth(name, self._fleet.is_well(name))
             for name in self.workers

@@ -52,7 +52,6 @@ class Allowance:
         self.hold(size)
 
     def release(self) -> None:
-        """Gives everything back. May be called again."""
         if self._has_place:
             self._capacity.requests.give(self.share)
         self._capacity.body_bytes.give(self.share, self._held_bytes)

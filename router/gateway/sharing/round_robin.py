@@ -26,7 +26,6 @@ class RoundRobin(Generic[Work]):
         return bool(self._ring)
 
     def add(self, client: str, work: Work) -> None:
-        """Queue `work` behind everything that `client` has queued."""
         self._ring.setdefault(client, deque()).append(work)
 
     def again(self, client: str, work: Work) -> None:
@@ -44,7 +43,6 @@ class RoundRobin(Generic[Work]):
         return client, work
 
     def remove(self, client: str, work: Work) -> bool:
-        """Remove `work` if it is queued; whether it was."""
         queue = self._ring.get(client, deque())
         if work not in queue:
             return False
