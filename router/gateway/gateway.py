@@ -26,7 +26,6 @@ from router.gateway.request.tokens import read_tokens
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
 from router.gateway.routing.links import Links
-from router.gateway.routing.placer import Placer
 from router.gateway.settings import apps, classes, facts, folders, networks, places
 from router.gateway.sharing.allowance import Capacity
 from router.gateway.usage import Usage
@@ -87,8 +86,7 @@ class Gateway:
         ]
         for link in links:
             link.cut = self._cut
-        self.link = Links(links, self.fleet)
-        self.placer = Placer(self.link, self.fleet, count)
+        self.link = Links(links, self.fleet, count)
         self.replicas = Replicas(
             settings,
             lambda: self.fleet.workers,

@@ -178,7 +178,7 @@ class Serving:
         noted = gateway.record.tried(row, arrive.id)
         traced = {} if self._trace is None else self._trace.attempt(noted)
         try:
-            place = await gateway.placer.place(arrive)
+            place = await gateway.link.place(arrive)
             if isinstance(place, Refuse):
                 noted.outcome, noted.reason = "refused", place.reason
                 return place
@@ -195,10 +195,10 @@ class Serving:
         gateway, row = self._gateway, self._row
         if len(row.tries) == 1:
             self._let_in(place)
-        gateway.record.placed(row, noted, place, itself=gateway.placer.placed_itself(place.id))
+        gateway.record.placed(row, noted, place, itself=gateway.fleet.placed_itself(place.id))
         attempt = self._attempt = Attempt(
             gateway.replicas,
-            gateway.placer,
+            gateway.link,
             leg.call,
             place,
             client=row.client,

@@ -1,5 +1,5 @@
 """How long a gateway waits for the router: what is held waits while the router lives, for ten minutes and more, and is
-placed, refused or given up by its client, and by nothing else. Router core, placer, fleet and link are the real ones;
+placed, refused or given up by its client, and by nothing else. Router core, fleet and links are the real ones;
 only the socket between them, and the time, are not."""
 
 import asyncio
@@ -40,7 +40,6 @@ from router.gateway.routing import link as link_module
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
 from router.gateway.routing.links import Links
-from router.gateway.routing.placer import Placer
 from router.placement import build
 from router.throttling import Throttling
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
@@ -134,14 +133,14 @@ def full(slots: int = 1, **options: Any) -> Router:
 
 
 @asynccontextmanager
-async def gateway(core: Router) -> AsyncIterator[tuple[Wire, Placer, Link]]:
+async def gateway(core: Router) -> AsyncIterator[tuple[Wire, Links, Link]]:
     wire, fleet = Wire(core), Fleet(lambda name: True)
     made = DirectLink(wire, fleet)
     made.start()
     await asyncio.sleep(0.1)
     assert made.alive
     assert fleet.workers
-    yield wire, Placer(Links([made], fleet), fleet, Mock()), made
+    yield wire, Links([made], fleet, Mock()), made
     made.close()
 
 
@@ -150,7 +149,7 @@ def stand_still(seconds: float) -> None:
     asyncio.get_running_loop()._passing.now_s += seconds  # type: ignore[attr-defined]
 
 
-def ask(placer: Placer, name: str, **more: Any) -> "asyncio.Task[Place | Refuse]":
+def ask(placer: Links, name: str, **more: Any) -> "asyncio.Task[Place | Refuse]":
     return asyncio.create_task(placer.place(Arrive(name, "c", b"", model="a", **more)))
 
 

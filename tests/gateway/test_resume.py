@@ -53,10 +53,17 @@ def event_of_chat(text: str) -> bytes:
 
 
 class Ones(random.Random):
-    """Chooses the first: every token its own event."""
+    """Chooses the first: every token its own event. All else is drawn by `rng`."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        super().__init__()
+        self._rng = rng or random.Random(0)
 
     def choice(self, seq: Any) -> Any:
         return seq[0]
+
+    def randrange(self, *args: Any) -> int:
+        return self._rng.randrange(*args)
 
 
 @cache
@@ -248,7 +255,7 @@ def test_a_sampled_stream_that_was_cut_is_a_true_sample(tokenizer: Path, kind: s
         client = Client(tokenizer, kind, body)
         prompt = prompt or client.tokens.ids(client.call)
         role = 1 if kind == "chat" else 0
-        with_losses(client, engine, [role + rng.randint(1, 3), role + rng.randint(1, 3)], Seldom(rng))
+        with_losses(client, engine, [role + rng.randint(1, 3), role + rng.randint(1, 3)], Ones(rng))
         client.resumable._read_all()
         ids = [prompt[-1], *client.resumable._ids]
         assert len(ids) == DRAWN + 1
@@ -290,20 +297,6 @@ def assert_like(
     # A place with m pairs has m - 1 degrees of freedom; neighbouring places share their middle token.
     freedom = len(often) + 1 - DRAWN
     assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5, (statistic, freedom)
-
-
-class Seldom(random.Random):
-    """Every token its own event, and cuts between events."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
-        self._rng = rng
-
-    def choice(self, seq: Any) -> Any:
-        return seq[0]
-
-    def randrange(self, *args: Any) -> int:
-        return self._rng.randrange(*args)
 
 
 def test_what_a_sampler_counts_is_carried_on(tokenizer: Path) -> None:

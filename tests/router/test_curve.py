@@ -15,7 +15,6 @@ from router.events import Arrive, Event, Place, WorkerUp
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
 from router.gateway.routing.links import Links
-from router.gateway.routing.placer import Placer
 from router.placement import build
 from router.shell import Shell
 from router.wire import encode_sequence, pack_tokens
@@ -78,7 +77,7 @@ async def place(address: str, keys: Keys | None) -> Place:
     try:
         await eventually(lambda: link.alive and fleet.workers, "the router answers")
         arrive = Arrive("x", MARK, pack_tokens(TOKENS))
-        found = await Placer(Links([link], fleet), fleet, Mock()).place(arrive)
+        found = await Links([link], fleet, Mock()).place(arrive)
         assert isinstance(found, Place)
         return found
     finally:

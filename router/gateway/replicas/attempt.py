@@ -22,7 +22,7 @@ from router.gateway.replicas.pool import Replicas
 from router.gateway.replicas.retries import Failed, How
 from router.gateway.request.call import Call
 from router.gateway.request.kinds import PATHS, style_of
-from router.gateway.routing.placer import Placer
+from router.gateway.routing.links import Links
 from sglang_fair.common.swapping import MISDIRECTED
 
 log = logging.getLogger("gateway")
@@ -50,7 +50,7 @@ class Attempt:
     def __init__(
         self,
         replicas: Replicas,
-        placer: Placer,
+        links: Links,
         call: Call,
         place: Place,
         *,
@@ -64,7 +64,7 @@ class Attempt:
         when the client began to wait, on the monotonic clock; the time to first token counts from it. Until
         `patient_until_s` the replica may be silent beyond all timeouts, because of its queue."""
         self._replicas = replicas
-        self._placer = placer
+        self._links = links
         self._call = call
         self._place = place
         self._client = client
@@ -193,20 +193,18 @@ class Attempt:
                 if self.first_s is None:
                     self.first_s = self._last_s
                     if self._place.on_trial:
-                        self._placer.progress(Progress(self._place.id, max(1, stream.usage.output_tokens)))
+                        self._links.progress(Progress(self._place.id, max(1, stream.usage.output_tokens)))
                     if not reply.started:
                         headers = self._headers(answer) | {"cache-control": "no-cache"}
                         await reply.start(200, headers, is_stream=True)
                 if self._progress_interval_s and self._last_s - reported_s >= self._progress_interval_s:
                     reported_s = self._last_s
-                    self._placer.progress(Progress(self._place.id, stream.usage.output_tokens))
+                    self._links.progress(Progress(self._place.id, stream.usage.output_tokens))
                 if stream.ended:
                     self._settle("ok", stream.usage)
                 if resumable is not None:
                     events = resumable.pass_on(events)
-                if (
-                    stream.ended and not reply.ended
-                ):  # what follows is read all the same: the connection is used again
+                if stream.ended and not reply.ended:  # what follows is read too: the connection is used again
                     await reply.end(events)
                 elif events and not reply.ended:
                     await reply.piece(events)
@@ -246,7 +244,7 @@ class Attempt:
             ttft_s = self.first_s - self._waiting_since_s
             if usage.output_tokens > 1:
                 tpot_s = (self._last_s - self.first_s) / (usage.output_tokens - 1)
-        self._placer.end(
+        self._links.end(
             Done(
                 self._place.id,
                 output_tokens=usage.output_tokens,

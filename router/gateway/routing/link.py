@@ -4,32 +4,15 @@ Lost reports are found by comparing tables with the router: as soon as one answe
 comparison also says which requests the router still holds.
 """
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
 
 import msgspec
 
-from router.client import RouterClient, RouterGone
-from router.events import (
-    Answer,
-    Arrive,
-    Cut,
-    Difference,
-    Explain,
-    Explained,
-    Follow,
-    Lift,
-    Place,
-    Query,
-    Refuse,
-    SetLimits,
-    Snapshot,
-    Swap,
-    Workers,
-)
-from router.gateway.routing.side import Side
+from router.client import RouterClient
+from router.events import Answer, Arrive, Cut, Difference, Follow, Place, Refuse, Workers
+from router.gateway.routing.fleet import Side
 from sglang_fair.common.curve import Keys
 
 log = logging.getLogger("gateway")
@@ -49,7 +32,7 @@ class Link(RouterClient):
         self.cut: Callable[[str], None] = lambda attempt: None
         """Called with the id of a request that the router wants cut off."""
         self.side = side
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._compared_s = float("-inf")
         self._compared_life = 0
         self._has_refused = False
@@ -57,30 +40,7 @@ class Link(RouterClient):
     async def place(self, arrive: Arrive) -> Place | Refuse:
         """Where the request goes. The router may hold the answer back while it lives."""
         question = msgspec.structs.replace(arrive, may_hold=True)
-        return await self.ask(question, (Place, Refuse), self._timeout_s)
-
-    async def snapshot(self) -> dict[str, object]:
-        return (await self.ask(Query(""), (Snapshot,), self._timeout_s)).state
-
-    async def explain(self, request: str, client: str | None) -> tuple[dict[str, object], ...]:
-        """What the router remembers of a request, by its name or an attempt's id."""
-        return (await self.ask(Explain("", request, client), (Explained,), self._timeout_s)).placements
-
-    async def set_limits(self, rules: bytes, at_s: float) -> Snapshot | Refuse:
-        """Replaces the rules of throttling, in JSON, at `at_s` of Unix time. The router's state then, or what it has
-        against them."""
-        answer = await self.order(SetLimits("", rules, at_s))
-        if isinstance(answer, Snapshot):
-            with contextlib.suppress(RouterGone):
-                await self.workers()  # with the limits, for a router that is restarted
-        return answer
-
-    async def order(self, wish: SetLimits | Lift | Swap) -> Snapshot | Refuse:
-        return await self.ask(wish, (Snapshot, Refuse), self._timeout_s)
-
-    async def workers(self) -> Workers:
-        """The workers, as they are after every event told before."""
-        return await self.ask(Follow(""), (Workers,), self._timeout_s)
+        return await self.ask(question, (Place, Refuse), self.timeout_s)
 
     def compare(self) -> None:
         """Asks for the workers, and how the tables of requests differ; both sides are told what they lack."""

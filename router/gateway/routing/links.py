@@ -1,26 +1,57 @@
-"""The connections to all routers. What is asked about a client goes to the router that decides for it (`routers`)."""
+"""The connections to all routers. Where a request goes is decided by its client's router (`routers`), or the next one;
+while none answers, by the gateway (`fallback`)."""
 
 import asyncio
+import contextlib
+import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+import uuid
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
 
 from router.client import RouterGone
-from router.events import Event, Lift, Refuse, Snapshot, Swap, WorkerDrain, Workers, WorkerUp
+from router.events import (
+    Answer,
+    Arrive,
+    Done,
+    Due,
+    Event,
+    Explain,
+    Explained,
+    Follow,
+    Lift,
+    Place,
+    Progress,
+    Query,
+    Question,
+    Refuse,
+    SetLimits,
+    Snapshot,
+    Swap,
+    WorkerDrain,
+    Workers,
+    WorkerUp,
+)
+from router.gateway.metrics import Count
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.link import Link
 from router.gateway.routing.merged import merged, merged_workers
 
-Told = TypeVar("Told")
+log = logging.getLogger("gateway")
+
+Kind = TypeVar("Kind", bound=Answer)
 
 
 class Links:
-    """One `Link` to each router. Belongs to one event loop."""
+    """One `Link` to each router: places requests, and reports their ends. Belongs to one event loop."""
 
-    def __init__(self, links: Sequence[Link], fleet: Fleet) -> None:
+    def __init__(self, links: Sequence[Link], fleet: Fleet, count: Count) -> None:
         """`links` are to the routers of `fleet`."""
         self._links = {link.side.router: link for link in links}
         self._fleet = fleet
+        self._count = count
         for link in links:
             link.changed = self._routers_changed
 
@@ -38,63 +69,102 @@ class Links:
     def alive(self) -> bool:
         return any(link.alive for link in self._links.values())
 
-    def next(self, client: str, asked: Sequence[str]) -> Link | None:
+    # -- requests
+
+    async def place(self, arrive: Arrive) -> Place | Refuse:
+        """The worker for a request, or a router's refusal. The answer may carry another request id.
+
+        Raises `RouterGone` if no router answers and no worker is known that does.
+        """
+        asked: list[str] = []
+        now_s = asyncio.get_running_loop().time
+        while (link := self._next(arrive.client, asked)) is not None:
+            router = link.side.router
+            asked.append(router)
+            self._fleet.ask(arrive, router)
+            asked_s = now_s()
+            try:
+                answer = await link.place(arrive)
+            except BaseException as error:
+                # The router may have placed it all the same. `Done` goes over the same connection, after the
+                # question, so it undoes that.
+                self.end(Done(arrive.id, outcome="failed"))
+                if not isinstance(error, RouterGone):
+                    raise
+                log.info("request %s: %s", arrive.id, error)
+                arrive = _asked_anew(arrive, now_s() - asked_s, was_let_in=error.was_held)
+                continue
+            if isinstance(answer, Place):
+                self._fleet.begin(arrive, answer, router)
+            else:
+                self._fleet.refused(arrive.id)
+            return answer
+        place = self._fleet.place(arrive)
+        if place is None:
+            raise RouterGone("no router answers, and no replica is known that does")
+        self._count("fallback_placements_total")
+        self._fleet.begin(arrive, place, None)
+        return place
+
+    def progress(self, progress: Progress) -> None:
+        """Tells the router that counts it how far a request has come."""
+        self._tell(self._fleet.teller(progress.id), progress)
+
+    def end(self, done: Done) -> None:
+        """A request has ended at its worker, or is not going to be sent to one."""
+        self._tell(self._fleet.end(done), done)
+
+    def _next(self, client: str, asked: Sequence[str]) -> Link | None:
         """To the router that decides for `client`, but for those in `asked`; None if no other one answers."""
         for name in self._fleet.routers.order(client):
             if name not in asked and self._links[name].alive:
                 return self._links[name]
         return None
 
-    def tell(self, router: str | None, event: Event) -> None:
-        """Sends an event that needs no answer to one router. It is dropped if there is no connection."""
+    def _tell(self, router: str | None, event: Event) -> None:
         if router is not None:
             self._links[router].tell(event)
+
+    # -- for operators; all that ask raise `RouterGone` if no router answers
 
     def order(self, event: WorkerUp | WorkerDrain) -> None:
         """Tells all routers of an operator's wish, those that do not answer as soon as they do."""
         for router in self._fleet.order(event):
             self._links[router].tell(event)
 
-    def report_health(self) -> None:
-        """Tells each router of the workers whose health it sees differently."""
-        for link in self._links.values():
-            for event in link.side.health():
-                link.tell(event)
-
     async def snapshot(self) -> dict[str, object]:
-        """The routers' state. Of several it is their sum. Raises `RouterGone` if none answers."""
-        return merged(await self._of_all(lambda link: link.snapshot()))
+        """The routers' state. Of several it is their sum."""
+        return merged([one.state for one in await self._ask_all(Query(""), Snapshot)])
 
     async def explain(self, request: str, client: str | None) -> tuple[dict[str, object], ...]:
-        """What routers remember of a request, by its name or an attempt's id. Raises `RouterGone` if none answers."""
-        found = await self._of_all(lambda link: link.explain(request, client))
-        return tuple(placement for placements in found for placement in placements)
+        """What routers remember of a request, by its name or an attempt's id."""
+        found = await self._ask_all(Explain("", request, client), Explained)
+        return tuple(placement for one in found for placement in one.placements)
+
+    async def workers(self) -> Workers:
+        """The workers, as they are after every event told before."""
+        return merged_workers(await self._ask_all(Follow(""), Workers))
 
     async def set_limits(self, rules: bytes) -> Snapshot | Refuse:
         """Replaces the rules of throttling, in JSON, at all routers. The state then, or what the first one has against
-        them. Routers that do not answer are told when they do. Raises `RouterGone` if none answers."""
-        at_s = time.time()
-        answers = await self._of_all(lambda link: link.set_limits(rules, at_s))
+        them. Routers that do not answer are told when they do."""
+        answers = await self._ask_all(SetLimits("", rules, time.time()), Snapshot, Refuse)
+        with contextlib.suppress(RouterGone):
+            await self.workers()  # with the limits, for a router that is restarted
         for answer in answers:
             if isinstance(answer, Refuse):
                 return answer
         return Snapshot("", merged([one.state for one in answers if isinstance(one, Snapshot)]))
 
     async def lift(self, client: str) -> bool:
-        """Ends the quarantine of a client at all routers; whether it was in one. Raises `RouterGone` if none
-        answers."""
-        answers = await self._of_all(lambda link: link.order(Lift("", client)))
+        """Ends the quarantine of a client at all routers; whether it was in one."""
+        answers = await self._ask_all(Lift("", client), Snapshot, Refuse)
         return any(isinstance(answer, Snapshot) for answer in answers)
 
     async def swap(self, worker: str, model: str) -> Snapshot | Refuse:
-        """Has a worker load another model: its agent is one router's. The state then, or why that cannot be. Raises
-        `RouterGone` if none answers."""
-        answers = await self._of_all(lambda link: link.order(Swap("", worker, model)))
+        """Has a worker load another model: its agent is one router's. The state then, or why that cannot be."""
+        answers: list[Snapshot | Refuse] = await self._ask_all(Swap("", worker, model), Snapshot, Refuse)
         return next((answer for answer in answers if isinstance(answer, Snapshot)), answers[0])
-
-    async def workers(self) -> Workers:
-        """The workers, as they are after every event told before. Raises `RouterGone` if no router answers."""
-        return merged_workers(await self._of_all(lambda link: link.workers()))
 
     def state(self) -> list[dict[str, object]]:
         counted = self._fleet.counted_by()
@@ -103,17 +173,26 @@ class Links:
             for name in self._links
         ]
 
-    async def _of_all(self, ask: Callable[[Link], Coroutine[Any, Any, Told]]) -> list[Told]:
+    async def _ask_all(self, question: Question, *kinds: type[Kind]) -> list[Kind]:
         """What the routers answer that do. Raises the first `RouterGone` if none does."""
         living = [link for link in self._links.values() if link.alive]
         if not living:
             raise RouterGone(f"no router answers at {', '.join(self._links)}")
-        found = await asyncio.gather(*map(ask, living), return_exceptions=True)
+        asking = (link.ask(question, kinds, link.timeout_s) for link in living)
+        found = await asyncio.gather(*asking, return_exceptions=True)
         came = [one for one in found if not isinstance(one, BaseException)]
         for error in found:
             if isinstance(error, BaseException) and (not came or not isinstance(error, RouterGone)):
                 raise error
         return came
+
+    # -- what changes
+
+    def report_health(self) -> None:
+        """Tells each router of the workers whose health it sees differently."""
+        for link in self._links.values():
+            for event in link.side.health():
+                link.tell(event)
 
     def _routers_changed(self) -> None:
         """Clients go to other routers than before: these take over what is under way."""
@@ -124,3 +203,13 @@ class Links:
                 for event in link.side.takeover():
                     link.tell(event)
                 link.compare()
+
+
+def _asked_anew(arrive: Arrive, waited_s: float, *, was_let_in: bool) -> Arrive:
+    """The question for the next router, in another name: the one that was asked may still place it. What was let in is
+    the same call there, and its deadline has come nearer by `waited_s`."""
+    due = arrive.due
+    if due is not None:
+        due = Due.of(due.promise(0.0), waited_s)
+    attempt = max(1, arrive.attempt) if was_let_in else arrive.attempt
+    return msgspec.structs.replace(arrive, id=uuid.uuid4().hex, attempt=attempt, due=due)
