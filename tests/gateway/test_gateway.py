@@ -526,7 +526,7 @@ async def test_ids_are_of_the_vocabulary_that_is_beside_the_tokenizer(
     await intake.parsed("completions", json.dumps({"prompt": [299]}).encode(), "a")
     body = json.dumps({"prompt": [300]}).encode()
     if refused:
-        with pytest.raises(ApiError, match="from 0 to 299"):
+        with pytest.raises(ApiError, match="299"):
             await intake.parsed("completions", body, "a")
     else:
         await intake.parsed("completions", body, "a")
