@@ -1,6 +1,6 @@
 """Which GPUs this machine has, which of them may be used, and which of those each replica gets.
 
-Two clusters on one machine never share a GPU: each takes those that it uses, under their UUIDs (`cluster.marks`), and
+Two clusters on one machine never share a GPU: each takes those that it uses, under their UUIDs (`ports.Marks`), and
 so do its replicas. A GPU is free again when they have ended, however they did.
 
 A replica is told its GPUs by number, in the order of nvidia-smi (`ENVIRONMENT`): with tensor parallelism SGLang 0.5.23
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica
-from sglang_fair.common.marks import Marks
+from sglang_fair.cluster.ports import Marks
 from sglang_fair.common.provenance import cores
 
 ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

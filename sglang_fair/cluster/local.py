@@ -12,10 +12,9 @@ from sglang_fair.cluster.gpus import GpusTaken, Machine
 from sglang_fair.cluster.models import fewest
 from sglang_fair.cluster.options import ConfigError, Device, Options
 from sglang_fair.cluster.plan import Model, Process, agent_name, build, each_model, with_workers
-from sglang_fair.cluster.ports import Ports, PortTaken, Reservations
+from sglang_fair.cluster.ports import Marks, Ports, PortTaken, Reservations
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import ReplicaState, number
-from sglang_fair.common.marks import Marks
 
 Addition = tuple[Process, Process | None]
 """A replica, and the agent beside one that can load several models."""

@@ -1,15 +1,15 @@
 """Which TCP ports the processes listen on, chosen so that two clusters on one machine never meet.
 
 A port that is free now may be taken before SGLang binds it, many seconds later. So supervisors also reserve the ports
-that they choose (`cluster.marks`).
+that they choose (`Marks`).
 """
 
 import contextlib
 import errno
 import socket
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-from sglang_fair.common.marks import Marks
 
 FIRST_PORT = 30_000
 """Below the range that Linux gives to outgoing connections (32768 on)."""
@@ -40,6 +40,48 @@ class Ports:
     gateway: int
     router: int
     replicas: tuple[ReplicaPorts, ...]
+
+
+class Marks:
+    """Names of one kind (ports, GPUs) that this process alone of the machine has, until `close` or its death.
+
+    A name is that of an abstract Unix socket, which the kernel frees when the last process that has the socket is gone.
+    Linux only: elsewhere every name is free.
+    """
+
+    def __init__(self, kind: str) -> None:
+        """Takes none yet."""
+        self._kind = kind
+        self._held: dict[str, socket.socket] = {}
+
+    def take(self, name: str) -> bool:
+        """Takes `name`. False if this process or another one has it."""
+        if name in self._held:
+            return False
+        if not sys.platform.startswith("linux"):
+            return True
+        mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            mark.bind(f"\0sglang-fair/{self._kind}/{name}")
+        except OSError:
+            mark.close()
+            return False
+        self._held[name] = mark
+        return True
+
+    def give_back(self, *names: str) -> None:
+        """Frees `names`; those that this process does not have are ignored."""
+        for name in names:
+            if name in self._held:
+                self._held.pop(name).close()
+
+    def descriptors(self, names: Iterable[str]) -> tuple[int, ...]:
+        """The open files behind `names`. A child that inherits them has the names, too, for as long as it lives."""
+        return tuple(self._held[name].fileno() for name in names if name in self._held)
+
+    def close(self) -> None:
+        """Frees all of them."""
+        self.give_back(*list(self._held))
 
 
 class Reservations:

@@ -38,7 +38,7 @@ from sglang_fair.cluster.plan import (
     replicas_for,
     served_url,
 )
-from sglang_fair.cluster.ports import Ports, PortTaken, Reservations
+from sglang_fair.cluster.ports import Marks, Ports, PortTaken, Reservations
 from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers, scale_up
@@ -46,7 +46,6 @@ from sglang_fair.common import curve
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.files import read_json
 from sglang_fair.common.installed import missing_engine
-from sglang_fair.common.marks import Marks
 from sglang_fair.common.processes import child_environment
 from sglang_fair.common.service_keys import feeder_key, replica_key
 from sglang_fair.models import checkpoint

@@ -67,7 +67,7 @@ def _read_section(path: Path, name: str, node: yaml.Node, loader: yaml.SafeLoade
         place = place_of(path, value)
         raw = loader.construct_object(value, deep=True)
         if raw is None and setting.default is MISSING:
-            raise SettingError(f"{place}: {name}.{setting.key} must {setting.expected()}")
+            raise SettingError(f"{place}: {name}.{setting.key} must {setting.words[1]}")
         try:
             section.values[setting.field] = setting.read(raw, f"{name}.{setting.key}")
         except SettingError as error:

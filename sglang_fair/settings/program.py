@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from sglang_fair.settings import file
 from sglang_fair.settings.commands import COMPLETES, Mistake, Option, PassedOn, run
@@ -53,11 +53,9 @@ def run_program(
     def program(**options: Any) -> int:
         path, print_config = options.pop("config"), options.pop("print_config")
         given = {key: value for key, value in options.items() if value is not None and value is not False}
+        places: Mapping[str, str] = {}
         try:
             settings, places = load(section, given, path)
-        except SettingError as error:
-            raise Mistake(str(error)) from None
-        try:
             check(settings)
         except SettingError as error:
             place = places.get(error.field or "")
@@ -126,54 +124,40 @@ def option_of(table: type, field: str, *, help: str = "", unset: str = "", panel
 def _signature(table: type, is_shown: bool) -> inspect.Signature:
     """Of a function with a parameter for each setting. None, or False, is what was not given. Texts of help are read
     only if they are shown."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter(
-            name,
-            keyword,
-            default=False if setting.kind is bool else None,
-            annotation=_annotation(setting, is_shown),
-        )
-        for name, setting in settings_of(table).items()
-    ]
+
+    def annotation(setting: Setting) -> Any:
+        about = setting.about
+        if about.behind_dashes:
+            return PassedOn
+        if setting.kind is bool:
+            return Annotated[bool, Option(setting.flag, help=setting.help if is_shown else "")]
+
+        def offered(incomplete: str) -> list[str]:
+            return [name for name in setting.choices() if name.startswith(incomplete)]
+
+        return Annotated[
+            (list[str] if setting.is_list else str) | None,
+            Option(
+                setting.flag,
+                metavar=setting.metavar,
+                help=help_text(setting) if is_shown else "",
+                show_default=False,
+                autocompletion=offered if about.registry or about.choices else None,
+            ),
+        ]
+
+    parameters = {name: annotation(setting) for name, setting in settings_of(table).items()}
     config = Option(
         "--config", metavar="FILE", help="Settings in YAML; what the command line says wins over it."
     )
     show = Option("--print-config", help="Print the settings in force as such a file, and start nothing.")
+    parameters |= {"config": Annotated[Path | None, config], "print_config": Annotated[bool, show]}
+    keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature(
         [
-            *parameters,
-            inspect.Parameter("config", keyword, default=None, annotation=Annotated[Path | None, config]),
-            inspect.Parameter("print_config", keyword, default=False, annotation=Annotated[bool, show]),
+            inspect.Parameter(
+                name, keyword, default=False if get_args(kind)[0] is bool else None, annotation=kind
+            )
+            for name, kind in parameters.items()
         ]
     )
-
-
-def _completed(setting: Setting) -> Callable[[str], list[str]] | None:
-    """What a shell is offered for the value; None, which is files, where any value will do."""
-    if not (setting.about.registry or setting.about.choices):
-        return None
-
-    def beginning(incomplete: str) -> list[str]:
-        return [name for name in setting.choices() if name.startswith(incomplete)]
-
-    return beginning
-
-
-def _annotation(setting: Setting, is_shown: bool) -> Any:
-    about = setting.about
-    if about.behind_dashes:
-        return PassedOn
-    if setting.kind is bool:
-        return Annotated[bool, Option(setting.flag, help=setting.help if is_shown else "")]
-    kind = list[str] if setting.is_list else str
-    return Annotated[
-        kind | None,
-        Option(
-            setting.flag,
-            metavar=setting.metavar,
-            help=help_text(setting) if is_shown else "",
-            show_default=False,
-            autocompletion=_completed(setting),
-        ),
-    ]

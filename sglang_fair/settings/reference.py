@@ -91,11 +91,7 @@ def _value(setting: Setting) -> str:
         return ", ".join(f"`{name}`" for name in known) + (
             f", `{setting.about.prefix}NAME`" if setting.about.prefix else ""
         )
-    kind = "mapping" if setting.is_mapping else "list" if setting.is_list else {
-        bool: "flag", int: "whole number", float: "number", str: "text"
-    }[setting.kind]  # fmt: skip
-    if setting.about.pairs:
-        kind = "`KEY=VALUE,...` or mapping"
+    kind = "`KEY=VALUE,...` or mapping" if setting.about.pairs else setting.words[2]
     return ", ".join(filter(None, (kind, setting.allowed(), setting.about.unit)))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite
 from pkgutil import resolve_name
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -46,9 +46,9 @@ class About:
     """The value in a usage line; "": from the unit or the type."""
     unset: str = ""
     """What holds when nobody sets it, in words, where the default is None."""
-    above: float | None = None
-    at_least: float | None = None
-    at_most: float | None = None
+    above: float = -inf
+    at_least: float = -inf
+    at_most: float = inf
     choices: tuple[str, ...] = ()
     registry: str = ""
     """`module:MAPPING` whose keys are the choices. By name, because most registries lie above this package."""
@@ -65,7 +65,15 @@ class About:
 
 
 UNITS = {"seconds": "S", "milliseconds": "MS", "service units": "UNITS"}
-TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+KINDS: Mapping[Any, tuple[str, str, str]] = {
+    bool: ("", "be true or false", "flag"),
+    int: ("INTEGER", "be a whole number", "whole number"),
+    float: ("NUMBER", "be a number", "number"),
+    str: ("TEXT", "be a text", "text"),
+    tuple: ("TEXT", "be a list of texts", "list"),
+    Mapping: ("TEXT", "map names to numbers", "mapping"),
+}
+"""Of a type: its value in a usage line, what it must do or be, and what the page calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +90,17 @@ class Setting:
     about: About
 
     @property
+    def words(self) -> tuple[str, str, str]:
+        """As `KINDS` has them."""
+        return KINDS[get_origin(self.kind) or self.kind]
+
+    @property
     def help(self) -> str:
-        """What it is, in a sentence or more."""
         return self.about.help or _texts(self.table.__module__)[self.table.__name__, self.field]
 
     @property
     def metavar(self) -> str:
-        """The value in a usage line."""
-        return self.about.metavar or UNITS.get(self.about.unit) or TYPES.get(self.kind, "TEXT")
+        return self.about.metavar or UNITS.get(self.about.unit) or self.words[0]
 
     @property
     def flag(self) -> str:
@@ -113,7 +124,7 @@ class Setting:
     @property
     def is_mapping(self) -> bool:
         """Whether it is JSON on a command line."""
-        return get_origin(self.kind) in (Mapping, dict)
+        return get_origin(self.kind) is Mapping
 
     @property
     def argument(self) -> str:
@@ -129,27 +140,14 @@ class Setting:
         """The values that there are; empty if any will do."""
         return tuple(resolve_name(self.about.registry)) if self.about.registry else self.about.choices
 
-    def expected(self) -> str:
-        """What a value must be or do, to follow "must"."""
-        if self.is_mapping:
-            return "map names to numbers"
-        if self.is_list:
-            return "be a list of texts"
-        return {
-            bool: "be true or false",
-            str: "be a text",
-            int: "be a whole number",
-            float: "be a number",
-        }[self.kind]
-
     def allowed(self) -> str:
         """The range of a number, in words; "" where there is none."""
         about = self.about
-        if about.at_least is not None and about.at_most is not None:
+        if about.at_most < inf:
             return f"from {about.at_least:g} to {about.at_most:g}"
-        if about.at_least is not None:
+        if about.at_least > -inf:
             return f"at least {about.at_least:g}"
-        return f"above {about.above:g}" if about.above is not None else ""
+        return f"above {about.above:g}" if about.above > -inf else ""
 
     def read(self, raw: Any, called: str) -> Any:
         """The value of what somebody wrote, as text or as YAML has it. `called` is the setting's name there.
@@ -171,13 +169,11 @@ class Setting:
         elif self.is_list and is_text and not self.about.behind_dashes:
             value = [raw]
         elif self.is_list and isinstance(raw, list):
-            value = [
-                _word(one) if isinstance(one, (int, float)) else one for one in raw
-            ]  # YAML's `[--tp, 2]`
+            value = [_word(one) if isinstance(one, (int, float)) else one for one in raw]  # `[--tp, 2]`
         try:
             value = msgspec.convert(value, self.kind, strict=not is_text)
         except msgspec.ValidationError:
-            raise SettingError(f"{called} must {self.expected()}, not {raw!r:.80}", self.field) from None
+            raise SettingError(f"{called} must {self.words[1]}, not {raw!r:.80}", self.field) from None
         self.check(value, called)
         return value
 
@@ -193,13 +189,9 @@ class Setting:
             return
         if not isfinite(value):
             raise SettingError(f"{called} must be a finite number, not {value}", self.field)
-        if (
-            (about.above is not None and not value > about.above)
-            or (about.at_least is not None and value < about.at_least)
-            or (about.at_most is not None and value > about.at_most)
-        ):
-            must = "lie " if about.at_most is not None else "be "
-            raise SettingError(f"{called} must {must}{self.allowed()}, not {value}", self.field)
+        if not (about.at_least <= value <= about.at_most and value > about.above):
+            must = "lie" if about.at_most < inf else "be"
+            raise SettingError(f"{called} must {must} {self.allowed()}, not {value}", self.field)
 
 
 def settings_of(table: type) -> Mapping[str, Setting]:
@@ -279,16 +271,14 @@ def meaning(setting: Setting) -> str:
 
 def help_text(setting: Setting) -> str:
     """Its meaning, and its default in brackets."""
-    text = meaning(setting)
-    if setting.default is MISSING:
-        return f"{text}  [required]"
-    shown = shown_default(setting)
-    return f"{text}  [default: {shown}]" if shown else text
+    shown = "required" if setting.required else shown_default(setting)
+    default = f"default: {shown}" if shown and not setting.required else shown
+    return f"{meaning(setting)}  [{default}]" if default else meaning(setting)
 
 
 def shown_default(setting: Setting) -> str:
     """The default in words; "" where there is none."""
-    if setting.default is MISSING or setting.kind is bool:
+    if setting.required or setting.kind is bool:
         return ""
     if setting.default is None or setting.default in ("", (), {}):
         return setting.about.unset

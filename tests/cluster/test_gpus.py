@@ -21,8 +21,7 @@ from sglang_fair.cluster.gpus import GpusTaken, Machine, listed, take, visible
 from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import build
-from sglang_fair.cluster.ports import Ports, ReplicaPorts, Reservations
-from sglang_fair.common.marks import Marks
+from sglang_fair.cluster.ports import Marks, Ports, ReplicaPorts, Reservations
 from tests.cluster.test_cluster import GPU_MACHINE, MODEL, PORTS, of_our_own
 from tests.support.waiting import wait_until
 
@@ -186,7 +185,7 @@ def test_no_gpu_is_ever_used_twice_and_none_stands_idle(
 
 HOLDS = """
     import subprocess, sys
-    from sglang_fair.common.marks import Marks
+    from sglang_fair.cluster.ports import Marks
     marks = Marks(sys.argv[1])
     assert marks.take("GPU-aa11") and marks.take("GPU-aa22")
     child = subprocess.Popen(["sleep", "600"], pass_fds=marks.descriptors(["GPU-aa11", "none of ours"]))

@@ -16,8 +16,7 @@ from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.models import dealt, fewest, in_turn, loadable
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import Model, Process, build
-from sglang_fair.cluster.ports import Reservations
-from sglang_fair.common.marks import Marks
+from sglang_fair.cluster.ports import Marks, Reservations
 from sglang_fair.settings.program import parse
 from sglang_fair.settings.setting import SettingError
 

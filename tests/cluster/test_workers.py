@@ -28,11 +28,10 @@ from sglang_fair.cluster.control import Control, Refused, Say, ask, own_folder
 from sglang_fair.cluster.local import Additions, Local
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import Process, build
-from sglang_fair.cluster.ports import Reservations
+from sglang_fair.cluster.ports import Marks, Reservations
 from sglang_fair.cluster.restart import RestartRule
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
-from sglang_fair.common.marks import Marks
 from tests.cluster.test_cluster import (
     DIES,
     LIMIT_S,

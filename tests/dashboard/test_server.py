@@ -16,10 +16,9 @@ import pytest
 from aiohttp import web
 
 from sglang_fair.common.service_keys import admin_key, replica_key
-from sglang_fair.dashboard import session as sessions
+from sglang_fair.dashboard import server
 from sglang_fair.dashboard.__main__ import main
-from sglang_fair.dashboard.server import application
-from sglang_fair.dashboard.session import HOLDS_S, Session
+from sglang_fair.dashboard.server import HOLDS_S, Session, application
 from tests.support.ports import free_port
 
 KEY = "the admin's key"
@@ -246,13 +245,13 @@ def test_without_a_key_other_sites_and_other_names_open_nothing() -> None:
 
 def test_a_cookie_holds_for_a_day_and_for_its_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(KEY, 1)
-    issued, now_s = session.issue(), sessions.time.time()
+    issued, now_s = session.issue(), server.time.time()
     cookies = {session.cookie: issued}
     assert session.may("10.0.0.1", {}, cookies)
     assert not Session("another", 1).may("10.0.0.1", {}, cookies)
     later = issued.replace(issued.partition(".")[0], str(int(now_s) + 9 * HOLDS_S))
     assert not session.may("10.0.0.1", {}, {session.cookie: later})
-    monkeypatch.setattr(sessions.time, "time", lambda: now_s + HOLDS_S + 1)
+    monkeypatch.setattr(server.time, "time", lambda: now_s + HOLDS_S + 1)
     assert not session.may("10.0.0.1", {}, cookies)
 
 
