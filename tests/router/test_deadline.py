@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.placement.contract import Ended, Request
-from router.placement.deadline.line import SLICES, Line, Waiting
+from router.placement.deadline.line import SLICES, Job, Line
 from router.placement.deadline.models import Models, in_time
-from router.placement.deadline.replica import Flight, Replica
+from router.placement.deadline.replica import Replica
 from router.placement.deadline.rule import Deadline
 from router.placement.shares import Shares
 from router.radix import Match
@@ -151,8 +151,8 @@ class Driver:
     def is_empty(self) -> bool:
         """Nothing is left of what was here."""
         rule = self.rule
-        return not (self.waiting or rule._waiting or rule._sent) and all(
-            not (line.items or line.counts or line.tokens or line._queues or any(map(len, line._heads)))
+        return not (self.waiting or rule._waiting or rule._leaving) and all(
+            not (line.count or line.counts or line.tokens or line._queues or any(map(len, line._heads)))
             for line in rule.lines.values()
         )
 
@@ -223,7 +223,7 @@ def test_a_days_batch_is_behind_every_chat_and_is_spread() -> None:
     batch, chat = a_request(86_400.0, stands_for=400_000), a_request(20.0)
     assert order_of(driver, [batch, chat]) == [chat, batch]
     line = Line(Shares())
-    line.put(Waiting(batch, 1, 86_400.0, 86_400.0, 86_400.0, 1.0, 0))
+    line.put(Job(batch, 1, 0.0, 86_400.0, 86_400.0, 1.0, 0))
     dues, _ = line.dues(0.0)
     assert [round(count) for _, count, _, _ in dues] == [400_000 // SLICES] * SLICES
     assert dues[0][0] < 86_400 / SLICES * 1.05
@@ -238,7 +238,7 @@ def test_in_time_is_what_a_replica_that_serves_by_due_time_gets_done(
     for due_s, count, size in rows:
         for _ in range(count):
             request = a_request(10.0, due_s - 10.0, size=2 * size)
-            line.put(Waiting(request, next(NUMBERS), 10.0, due_s, due_s, 1.0, 0))
+            line.put(Job(request, next(NUMBERS), 0.0, due_s, 10.0, 1.0, 0))
     dues = line.dues(0.0)
     one = 5.0, 300.0, 100.0, 1e9
     found = in_time(dues, [one])
@@ -318,9 +318,9 @@ def models_of(*, waiting_a: int, waiting_b: int, flights: int = 0, absence_s: fl
     for model, count in (("a", waiting_a), ("b", waiting_b)):
         for _ in range(count):
             request = a_request(3.0, 5.0, model=model)
-            lines[model].put(Waiting(request, next(number), 3.0, 8.0, 3.0, 1.0, 0))
+            lines[model].put(Job(request, next(number), 5.0, 8.0, 3.0, 1.0, 0))
     for _ in range(flights):
-        one.send(Flight(a_request(4.0), 10.0, 0.0, 4.0, 0.0, 0, 1.0))
+        one.send(Job(a_request(4.0), 0, 0.0, 0.0, 4.0, 1.0, 0), 0.0)
     return Models(lines, {"w0": one}, finish_s=0.0)
 
 

@@ -13,26 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from router.placement.contract import Request, WorkerView
-from router.placement.deadline.line import Waiting
+from router.placement.contract import WorkerView
+from router.placement.deadline.line import Job
 from router.placement.window import InFlight
 
 FULL, RATE_S, HALVED_S = 0.9, 10.0, 120.0
 UNKNOWN_S = 20.0
 """Of an answer of which nothing is known."""
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A request that was sent, and what its client was charged."""
-
-    request: Request
-    tokens: float
-    due_s: float
-    slo_s: float
-    sent_s: float
-    tier: int
-    cost: float
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +44,7 @@ class Replica:
     empty_s: float | None = 0.0
     """Since when nothing is in flight there; None: something is."""
     sent_s: float = -inf
-    flights: dict[str, Flight] = field(default_factory=dict)
+    flights: dict[str, Job] = field(default_factory=dict)
     sent: InFlight = field(default_factory=InFlight)
     rates: dict[str, float] = field(default_factory=dict)
     prefills: dict[str, float] = field(default_factory=dict)
@@ -89,37 +76,38 @@ class Replica:
         rate = self.rates.get(self.loaded or "", self.kv_tokens / UNKNOWN_S)
         return self.held / rate + self.prefill_s(0.0)
 
-    def has_room(self, one: Waiting, tier: int, *, evicts: bool) -> bool:
+    def has_room(self, one: Job, tier: int, *, evicts: bool) -> bool:
         """Whether it may be sent there."""
         held = self.held
         if held < self.kv_tokens + (0 if tier else self.chunk_tokens):
             return True
         return evicts and not (tier or one.is_late) and held - self.sent.later(one.due_s) < self.kv_tokens
 
-    def is_small(self, client: str, tokens: float) -> bool:
-        """Whether a client holds so little there that it need not wait for those that hold much. O(1)."""
-        return self.sent.is_small(client, tokens, self.kv_tokens) and self.held < 2 * self.kv_tokens
+    def is_small(self, one: Job) -> bool:
+        """Whether its client holds so little there that it need not wait for those that hold much. O(1)."""
+        is_small = self.sent.is_small(one.request.client, one.tokens, self.kv_tokens)
+        return is_small and self.held < 2 * self.kv_tokens
 
     def prefill_s(self, prompt_tokens: float) -> float:
         """Until a prompt that is sent there is computed; 0 while that is not known."""
         pending = 0.0 if self.view is None else self.view.prefill_tokens
         return (pending + prompt_tokens) / self.prefills.get(self.loaded or "", inf)
 
-    def send(self, flight: Flight) -> None:
-        """A request is in flight there."""
-        self.flights[flight.request.id] = flight
-        self.sent_s, self.empty_s = flight.sent_s, None
-        self.sent.add(flight.request.client, flight.tokens, flight.due_s)
+    def send(self, one: Job, now_s: float) -> None:
+        """It is in flight there."""
+        self.flights[one.request.id] = one
+        self.sent_s, self.empty_s, one.sent_s = now_s, None, now_s
+        self.sent.add(one.request.client, one.tokens, one.due_s)
 
-    def land(self, name: str, now_s: float) -> Flight:
+    def land(self, name: str, now_s: float) -> Job:
         """It is over."""
-        flight = self.flights.pop(name)
-        self._freed += flight.tokens
+        one = self.flights.pop(name)
+        self._freed += one.tokens
         self.measure(now_s)
-        self.sent.remove(flight.request.client, flight.tokens, flight.due_s)
+        self.sent.remove(one.request.client, one.tokens, one.due_s)
         if not self.flights:
             self.empty_s = now_s
-        return flight
+        return one
 
     def measure(self, now_s: float) -> None:
         """Learns rates from what it has done."""

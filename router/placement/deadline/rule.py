@@ -24,12 +24,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from operator import itemgetter
-from typing import NamedTuple
 
 from router.placement.contract import Ended, May, Placement, Request, WorkerView
-from router.placement.deadline.line import Line, Waiting
+from router.placement.deadline.line import Job, Line
 from router.placement.deadline.models import LOOK_S, Models
-from router.placement.deadline.replica import Flight, Replica
+from router.placement.deadline.replica import Replica
 from router.placement.deadline.shown import report, standing
 from router.placement.shares import Shares
 from router.placement.window import left_to_do
@@ -43,15 +42,6 @@ LATE_PULLS = 8
 """Of so many pulls one looks at the hopeless first."""
 MISSED = 16
 """Requests that are found to be hopeless with one pull, at most."""
-
-
-class _Sent(NamedTuple):
-    """A request that leaves the queue, until it is `placed`."""
-
-    tier: int
-    cost: float
-    model: str | None = None
-    """It waited for it; None: it was sent at once."""
 
 
 @dataclass
@@ -91,8 +81,9 @@ class Deadline(Placement):
         self.replicas: dict[str, Replica] = {}
         self.lines: dict[str, Line] = {}
         self.models = Models(self.lines, self.replicas, self.finish_s)
-        self._waiting: dict[str, Waiting] = {}
-        self._sent: dict[str, _Sent] = {}
+        self._waiting: dict[str, Job] = {}
+        self._leaving: dict[str, Job] = {}
+        """Requests that have a worker, until they are `placed` there."""
         self._ready: dict[str, None] = {}
         """Workers that may have room for one that waits."""
         self._viewed: Sequence[WorkerView] = ()
@@ -105,23 +96,21 @@ class Deadline(Placement):
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
         """A worker with room, if nothing waits for its model; one where its client has little; else it waits."""
-        self._now_s, self._number = now_s, self._number + 1
-        client, model, line = request.client, request.model, self._line(request.model)
-        due_s, slo_s = self._due(request, now_s)
-        cost, tier = self._cost(request, match), self.shares.tier(client)
-        one = Waiting(request, self._number, slo_s, due_s, due_s - now_s, cost, tier)
-        line.came(slo_s, one.tokens, now_s)
-        chosen = self._at_once(one, match, workers, is_first=not line.items)
+        self._now_s = now_s
+        one, line = self._job(request, match, now_s), self._line(request.model)
+        line.came(one)
+        chosen = self._at_once(one, match, workers, is_first=not line.count)
         if chosen is not None:
-            self._sent[request.id] = _Sent(tier, cost)
+            self._leaving[request.id] = one
             return chosen
-        if not line.items:
-            line.fed_s = now_s
-            self._looked_s = -inf
-        self._waiting[request.id] = one
-        self.shares.wait(client, model, cost)
-        if line.put(one):
-            self._wake_for(model)
+        if not line.count:
+            line.fed_s, self._looked_s = now_s, -inf
+        self._waiting[request.id], one.waited = one, True
+        self.shares.wait(request.client, request.model, one.cost)
+        if line.put(one):  # there may be room for it where there was none for the last
+            for replica in self.replicas.values():
+                if replica.loaded == request.model and (self.evicts or not replica.is_full):
+                    self._ready[replica.name] = None
         return None
 
     def next(
@@ -135,29 +124,27 @@ class Deadline(Placement):
                 self.replicas[view.name].view = view
         if now_s >= self._looked_s + LOOK_S:
             self._look(now_s)
-        found: list[tuple[tuple[int, bool, float, str], Replica, Waiting]] = []
+        found: list[tuple[Replica, Job]] = []
         for name in list(self._ready):
             replica = self.replicas.get(name)
-            line = None if replica is None else self.lines.get(replica.serves or "")
-            one = None
-            if replica is not None and replica.serves is not None and line is not None and line.items:
-                one = self._candidate(replica, line, may, now_s)
-                if one is not None:
-                    found.append(((line.tier(one), one.is_late, replica.to_do_s, name), replica, one))
-            if one is None:
+            one = None if replica is None else self._candidate(replica, may, now_s)
+            if replica is None or one is None:
                 del self._ready[name]
+            else:
+                found.append((replica, one))
         if not found:
             return None
-        (tier, *_), replica, one = min(found, key=itemgetter(0))
-        line = self.lines[replica.loaded or ""]
-        near = [each for each in line.near(one) if may(each.request, replica.name)]
-        one = min(near, key=lambda each: each.tokens - match(each.request).of(replica.name), default=one)
+        replica, one = found[0] if len(found) == 1 else min(found, key=self._rank)
+        line, name = self.lines[one.request.model], replica.name
+        near = [each for each in line.near(one) if may(each.request, name)]
+        if len(near) > 1 or one not in near:
+            one = min(near, key=lambda each: each.tokens - match(each.request).of(name), default=one)
         replica.pulls += 1
-        line.fed_s = now_s
+        tier = line.tier(one)
         line.remove(one)
-        del self._waiting[one.request.id]
-        self._sent[one.request.id] = _Sent(tier, one.cost, one.request.model)
-        return one.request, replica.name
+        line.fed_s, one.tier = now_s, tier
+        self._leaving[one.request.id] = self._waiting.pop(one.request.id)
+        return one.request, name
 
     def give_up(self, request: Request) -> None:
         """It leaves the queue, and costs nothing."""
@@ -167,35 +154,33 @@ class Deadline(Placement):
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         """It is in flight, and its client has had its turn."""
-        sent = self._sent.pop(request.id, None)
-        if sent is None:  # it came to its worker without this router
-            sent = _Sent(self.shares.tier(request.client), self._cost(request, match))
-        self.shares.go(request.client, sent.cost, sent.model)
-        due_s, slo_s = self._due(request, now_s)
-        tokens = request.input_tokens + request.expected_output_tokens
-        self.replicas[worker].send(Flight(request, tokens, due_s, slo_s, now_s, sent.tier, sent.cost))
+        one = self._leaving.pop(request.id, None)
+        if one is None:  # it came to its worker without this router
+            one = self._job(request, match, now_s)
+        self.shares.go(request.client, one.cost, one.request.model if one.waited else None)
+        self.replicas[worker].send(one, now_s)
         self._ready[worker] = None
 
     def done(self, ended: Ended, now_s: float) -> None:
         """Its tokens are free. Its client is charged what it took; nothing if it failed."""
         request, replica = ended.request, self.replicas[ended.worker]
-        flight = replica.land(request.id, now_s)
+        one = replica.land(request.id, now_s)
         took = request.input_tokens - ended.matched_tokens, ended.output_tokens
         cost = self.shares.cost(request.client, *((0, 0) if ended.outcome == "failed" else took))
-        self.shares.end(request.client, cost - flight.cost)
-        if cost < flight.cost:
+        self.shares.end(request.client, cost - one.cost)
+        if cost < one.cost:
             for model in self.shares.models(request.client):
                 self.lines[model].judge(request.client)
         if ended.outcome == "ok":
-            self._line(request.model).answered(now_s - flight.sent_s)
+            self._line(request.model).answered(now_s - one.sent_s)
         self._ready[ended.worker] = None
         if not replica.flights:
             self._looked_s = -inf
 
     def tier(self, request_id: str) -> int:
         """Of one that leaves the queue."""
-        sent = self._sent.get(request_id)
-        return 0 if sent is None else sent.tier
+        one = self._leaving.get(request_id)
+        return 0 if one is None else one.tier
 
     @property
     def weights(self) -> Weights:
@@ -257,7 +242,7 @@ class Deadline(Placement):
     def next_models(self, worker: str) -> Sequence[str]:
         """Those that wait, the one with most work first."""
         can, has = self.replicas[worker].swap_s, self.replicas[worker].loaded
-        wait = [model for model in can if model != has and self._line(model).items]
+        wait = [model for model in can if model != has and self._line(model).count]
         return sorted(wait, key=lambda model: -self.lines[model].tokens)
 
     def loaded(self, worker: str, model: str | None, now_s: float) -> None:
@@ -299,40 +284,35 @@ class Deadline(Placement):
             line = self.lines[model] = Line(self.shares)
         return line
 
-    def _due(self, request: Request, now_s: float) -> tuple[float, float]:
-        """By when its first token is due, and in how much time that was promised."""
-        promise = request.promise
-        return (now_s + self.slo_s, self.slo_s) if promise is None else (promise.due_s, promise.slo_s)
-
-    def _cost(self, request: Request, match: Match) -> float:
-        uncached = request.input_tokens - match.tokens
-        return self.shares.cost(request.client, uncached, request.expected_output_tokens)
+    def _job(self, request: Request, match: Match, now_s: float) -> Job:
+        self._number += 1
+        promise, client = request.promise, request.client
+        due_s, slo_s = (now_s + self.slo_s, self.slo_s) if promise is None else (promise.due_s, promise.slo_s)
+        cost = self.shares.cost(client, request.input_tokens - match.tokens, request.expected_output_tokens)
+        return Job(request, self._number, now_s, due_s, slo_s, cost, self.shares.tier(client))
 
     def _at_once(
-        self, one: Waiting, match: Match, workers: Sequence[WorkerView], *, is_first: bool
+        self, one: Job, match: Match, workers: Sequence[WorkerView], *, is_first: bool
     ) -> str | None:
         may_pass = self.tiers and not one.tier
-        if not (is_first or may_pass):
-            return None
-        request = one.request
         best: tuple[float, int, str] | None = None
-        for view in workers:
+        for view in workers if is_first or may_pass else ():
             replica = self.replicas[view.name]
             replica.view = view
-            if replica.serves is None:
-                continue
-            if not (is_first and replica.has_room(one, one.tier, evicts=self.evicts)) and not (
-                may_pass and replica.is_small(request.client, one.tokens)
-            ):
-                continue
-            cost = left_to_do(view, request.input_tokens - match.of(view.name))
-            key = cost, view.dispatched_tokens, view.name
-            if best is None or key < best:
-                best = key
+            has_room = is_first and replica.has_room(one, one.tier, evicts=self.evicts)
+            if replica.serves is not None and (has_room or (may_pass and replica.is_small(one))):
+                cost = left_to_do(view, one.request.input_tokens - match.of(view.name))
+                key = cost, view.dispatched_tokens, view.name
+                best = key if best is None else min(best, key)
         return None if best is None else best[2]
 
-    def _candidate(self, replica: Replica, line: Line, may: May, now_s: float) -> Waiting | None:
-        if replica.is_full and not self.evicts:
+    def _rank(self, candidate: tuple[Replica, Job]) -> tuple[int, bool, float, str]:
+        replica, one = candidate
+        return self.lines[one.request.model].tier(one), one.is_late, replica.to_do_s, replica.name
+
+    def _candidate(self, replica: Replica, may: May, now_s: float) -> Job | None:
+        line = None if replica.serves is None else self.lines.get(replica.serves)
+        if line is None or not line.count or (replica.is_full and not self.evicts):
             return None
         line.settle()
         order = (True, False) if replica.pulls % LATE_PULLS == LATE_PULLS - 1 else (False, True)
@@ -351,12 +331,6 @@ class Deadline(Placement):
                 if one is not None and replica.has_room(one, tier, evicts=self.evicts):
                     return one
         return None
-
-    def _wake_for(self, model: str) -> None:
-        """Another request is the first of an order: there may be room for it where there was none for the last."""
-        for one in self.replicas.values():
-            if one.loaded == model and (self.evicts or not one.is_full):
-                self._ready[one.name] = None
 
     def _look(self, now_s: float) -> None:
         self._looked_s = now_s

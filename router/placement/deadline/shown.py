@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from math import isfinite
 
-from router.placement.deadline.line import Waiting
+from router.placement.deadline.line import Job
 from router.placement.deadline.models import Models
 from router.placement.deadline.replica import UNKNOWN_S, Replica
 
@@ -36,7 +36,7 @@ def report(models: Models, ahead: float, now_s: float) -> Mapping[str, object]:
     }
 
 
-def standing(models: Models, one: Waiting, *, ahead: bool) -> Mapping[str, object]:
+def standing(models: Models, one: Job, *, ahead: bool) -> Mapping[str, object]:
     """The order of a request that waits, and with `ahead` how much is before it."""
     model = one.request.model
     line = models.lines[model]
@@ -46,7 +46,7 @@ def standing(models: Models, one: Waiting, *, ahead: bool) -> Mapping[str, objec
         "model": model,
         "class": one.slo_class,
         "tier": line.tier(one),
-        "with": len(line.items) - 1,
+        "with": line.count - 1,
     }
     if not ahead:
         return found
