@@ -23,7 +23,6 @@ pause at urgent swaps where there are more models than replicas. What is decided
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from operator import itemgetter
 
 from router.placement.contract import Ended, May, Placement, Request, WorkerView
 from router.placement.deadline.line import Job, Line
