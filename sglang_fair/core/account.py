@@ -55,12 +55,10 @@ class Account:
         default_factory=lambda: defaultdict(float), init=False, repr=False
     )
     """Charges of running requests that the policy is told at their end (`Policy.charges_at_end`)."""
-    _has_prices: bool = field(init=False, repr=False)
     _price: Cost = field(init=False, repr=False)
-    """In whose units the policy is told of service, before a request's scale."""
+    """In whose units the policy counts service, before a request's scale."""
 
     def __post_init__(self) -> None:
-        self._has_prices = self.policy.price is not None
         self._price = self.policy.price or self.cost
 
     # ---- the life of a running request
@@ -68,10 +66,8 @@ class Account:
     def begin(
         self, job: Job, *, extend_tokens: int, cached_tokens: int, path: Sequence[Hashable] = ()
     ) -> None:
-        """`job` was admitted: `extend_tokens` of its prompt are computed now, `cached_tokens` came from the cache.
-
-        `path` names the blocks of its prompt (`payers.path_of`); needed only where clients share prices.
-        """
+        """`job` was admitted: `extend_tokens` of its prompt are computed now, `cached_tokens` came from the cache. `path`
+        names the blocks of its prompt (`payers.path_of`); needed only where clients share prices."""
         self.running[job.id] = job
         if not job.system:
             if self.policy.scales and not job.repeating:
@@ -91,7 +87,9 @@ class Account:
         if job.system:
             self._compute(job, extend_tokens)
             return
-        predicted = self._predict(job)
+        predictor, predicted = self.policy.predictor, 0
+        if predictor is not None:
+            predicted = min(job.max_output_tokens, max(0, round(predictor.predict(job))))
         self._share(job, cached_tokens)
         self._compute(job, extend_tokens, predicted)
         self.policy.admitted(job)
@@ -101,12 +99,9 @@ class Account:
         self._compute(job, tokens)
 
     def emit(self, job: Job, tokens: int, *, unasked_tokens: int = 0) -> None:
-        """The engine emitted `tokens` output tokens, and `unasked_tokens` behind the end of the answer.
-
-        Tokens past the request's own limit are unasked as well: SGLang runs the prompt of a request for several
-        samples once ahead of them, to warm the cache, and throws away the one token that comes out. All of these are
-        the server's work. ValueError if the request does not run.
-        """
+        """The engine emitted `tokens` output tokens, and `unasked_tokens` behind the end of the answer. Those past the
+        request's own limit are unasked as well (SGLang warms the cache for several samples with a token that it throws
+        away). All of these are the server's work. ValueError if the request does not run."""
         if job.id not in self.running:
             raise ValueError(f"request {job.id} does not run")
         tokens = max(0, tokens)
@@ -120,11 +115,8 @@ class Account:
             self._owed_tokens[job.client] -= asked_for * job.scale
 
     def emit_each(self, jobs: Iterable[Job], tokens: int) -> None:
-        """Each of `jobs`, all running, emitted `tokens` output tokens.
-
-        The same as `emit` for one after the other; where an output token has one price, books and policy are updated
-        once per client.
-        """
+        """The same as `emit` for each of `jobs`; where an output token has one price, books and policy are updated once
+        per client."""
         if tokens <= 0:
             return
         policy, price = self.policy, self._price
@@ -176,9 +168,10 @@ class Account:
         predictor = self.policy.predictor
         if predictor is None or job.system:
             return
-        unused = self._precharged_units(job)
+        ahead = self._ahead(job)
         job.predicted_tokens = 0
-        self._charge_ahead(job, -unused)
+        if ahead:
+            self._charge_policy(job, -ahead)
         if job.max_output_tokens:
             predictor.observe(job)
 
@@ -207,11 +200,9 @@ class Account:
     # ---- what is read
 
     def bound(self) -> float | None:
-        """The policy's guarantee for every interval since the start, with the largest prompt and the largest owed
-        output that were ever seen. None: it has none.
-
-        Where prices are shared it holds for charged service, and includes how far transfers have moved a counter.
-        """
+        """The policy's guarantee for every interval since the start, by the largest prompt and owed output ever seen;
+        None: it has none. Where prices are shared it holds for charged service, and includes how far transfers have
+        moved a counter."""
         return self._bound(self.policy.bound, self.largest.ever)
 
     def recent_bound(self) -> float | None:
@@ -234,7 +225,7 @@ class Account:
 
     def _compute(self, job: Job, tokens: int, predicted: int = 0) -> None:
         start, job.reached_tokens = job.reached_tokens, job.reached_tokens + tokens
-        again = self._recomputed_tokens(job, start)
+        again = self._recomputed_tokens(job, start) if job.system or job.repeating else 0
         if again:
             self.ledger.record(SYSTEM, extend=again)
             if self.payers is not None:
@@ -253,10 +244,10 @@ class Account:
 
     def _recomputed_tokens(self, job: Job, start: int) -> int:
         """How many of the tokens from `start` to `job.reached_tokens` are the server's: all of its own work, and of a
-        retracted request all that it had before. Its own outputs, which follow the prompt then, are among those."""
+        retracted request all that it had before, with its own outputs, which follow the prompt then."""
         tokens = job.reached_tokens - start
-        if job.system or not job.repeating:
-            return tokens if job.system else 0
+        if job.system:
+            return tokens
         first = max(start, job.extend_tokens + job.cached_tokens)
         return tokens - max(0, min(job.reached_tokens, job.prompt_tokens) - first)
 
@@ -282,47 +273,50 @@ class Account:
     def _charge(
         self, job: Job, *, extend: int = 0, output: int = 0, predicted: int = 0, cached: int = 0
     ) -> float:
-        """Enter what was served and return its cost. The policy is charged that, corrected by what the predicted
-        output changes: the sum of its charges is always the cost after the prediction, or after the output if that
-        is longer. A policy with prices of its own is charged those, and does not predict."""
-        cost, ahead = self._cost(job), self._precharged_units(job)
-        priced = self._priced(job)
+        """Enter what was served and return its cost. The policy is charged what this adds to its own count, so the sum
+        of its charges is always the cost after the prediction, or after the output if that is longer."""
+        cost, counted = self._units(job)
         job.extend_tokens += extend
         job.output_tokens += output
         job.predicted_tokens += predicted
         job.cached_tokens += cached
-        served = self._cost(job) - cost
+        cost_now, counted_now = self._units(job)
+        served = cost_now - cost
         self.ledger.record(job.client, extend=extend, output=output, cached=cached, service=served)
         self._swing.charged(job.client, served)
-        self._charge_policy(
-            job,
-            self._priced(job) - priced if self._has_prices else served + self._precharged_units(job) - ahead,
-        )
+        self._charge_policy(job, counted_now - counted)
         return served
 
-    def _priced(self, job: Job) -> float:
-        """What a policy with prices of its own counts for what was served of `job`."""
-        if not self._has_prices:
-            return 0.0
-        units = self._price(job.extend_tokens, job.output_tokens, job.cached_tokens)
-        return units + self.policy.system_surcharge * job.system_extend_tokens
+    def _units(self, job: Job) -> tuple[float, float]:
+        """The cost of what `job` was served, and what the policy counts for it: with the output that is charged ahead,
+        or by the policy's own prices; one that has these does not predict."""
+        cost = self.cost(job.extend_tokens, job.output_tokens, job.cached_tokens)
+        if self.policy.price is not None:
+            units = self._price(job.extend_tokens, job.output_tokens, job.cached_tokens)
+            return cost, units + self.policy.system_surcharge * job.system_extend_tokens
+        if job.predicted_tokens > job.output_tokens:
+            return cost, self.cost(job.extend_tokens, job.predicted_tokens, job.cached_tokens)
+        return cost, cost
+
+    def _ahead(self, job: Job) -> float:
+        """Units charged for predicted output that is not made yet."""
+        cost, counted = self._units(job)
+        return counted - cost if job.predicted_tokens > job.output_tokens else 0.0
 
     @contextmanager
     def _charged_ahead_anew(self, clients: Container[str]) -> Iterator[None]:
         """Their weights change within."""
         ahead = []
         if self.policy.predictor is not None:
-            ahead = [
-                (job, self._precharged_units(job)) for job in self.running.values() if job.client in clients
-            ]
+            mine = [job for job in self.running.values() if job.client in clients]
+            ahead = [(job, units) for job in mine if (units := self._ahead(job))]
         for job, units in ahead:
-            self._charge_ahead(job, -units)
+            self._charge_policy(job, -units)
         yield
         for job, units in ahead:
-            self._charge_ahead(job, units)
+            self._charge_policy(job, units)
 
     def _charge_policy(self, job: Job, units: float) -> None:
-        """Charge the policy, in its own units."""
         if self.policy.charges_at_end:
             self._withheld[job.id] += units * job.scale
         else:
@@ -332,36 +326,13 @@ class Account:
         """Output that it may still make, times its scale."""
         return (job.max_output_tokens - job.output_tokens) * job.scale
 
-    def _charge_ahead(self, job: Job, units: float) -> None:
-        if units:
-            self._charge_policy(job, units)
-
-    def _predict(self, job: Job) -> int:
-        """Output tokens to charge at admission: none without a predictor."""
-        predictor = self.policy.predictor
-        if predictor is None:
-            return 0
-        return min(job.max_output_tokens, max(0, round(predictor.predict(job))))
-
-    def _cost(self, job: Job) -> float:
-        return self.cost(job.extend_tokens, job.output_tokens, job.cached_tokens)
-
-    def _precharged_units(self, job: Job) -> float:
-        """Units charged for predicted output that is not made yet."""
-        if job.predicted_tokens <= job.output_tokens:
-            return 0.0
-        return self.cost(job.extend_tokens, job.predicted_tokens, job.cached_tokens) - self._cost(job)
-
     def _bound(self, of: Callable[[float, float], float | None], largest: Extremes) -> float | None:
         if self.payers is not None and not self.policy.keeps_bound_with_transfers:
             return None
-        return of(largest.input_units + self._swing.most_units, self._dearest_output_units(largest))
-
-    def _dearest_output_units(self, largest: Extremes) -> float:
         _, output_units = self._price.dearest(
             largest.prompt_tokens, largest.output_tokens, largest.owed_tokens
         )
-        return output_units
+        return of(largest.input_units + self._swing.most_units, output_units)
 
     def _settle_largest(self) -> None:
         runs = {job.client for job in self.running.values() if not job.system}
