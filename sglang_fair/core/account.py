@@ -66,8 +66,8 @@ class Account:
     def begin(
         self, job: Job, *, extend_tokens: int, cached_tokens: int, path: Sequence[Hashable] = ()
     ) -> None:
-        """`job` was admitted: `extend_tokens` of its prompt are computed now, `cached_tokens` came from the cache. `path`
-        names the blocks of its prompt (`payers.path_of`); needed only where clients share prices."""
+        """`job` was admitted: `extend_tokens` of its prompt are computed now, `cached_tokens` came from the cache.
+        `path` names the blocks of its prompt (`payers.path_of`); needed only where clients share prices."""
         self.running[job.id] = job
         if not job.system:
             if self.policy.scales and not job.repeating:

@@ -1,6 +1,6 @@
 """What a call of an application normally needs (FairServe, section 3.2, Equation 2), learnt from calls that ended.
 
-    client      decayed mean and variance of its extend and output tokens, for each (app, stage)
+    client      decayed mean of its extend and output tokens, for each (app, stage)
     pair        the mean over the clients of an (app, stage) that ended a call last, each counted once, however much it
                 sends
     weight      what the mean costs, by a price: at least 1, and within `spread` times the usual either side
@@ -37,7 +37,7 @@ FIRST_EXTEND_TOKENS, FIRST_OUTPUT_TOKENS = 1000.0, 100.0
 LEARN_EVERY = 64
 """Calls after which the usual is computed anew."""
 
-VERSION = 1
+VERSION = 2
 """Of what `Normal.to_json` gives."""
 
 Price = Callable[[float, float], float]
@@ -48,67 +48,70 @@ class BadNormal(ValueError):
     """What was saved is no such record."""
 
 
-@dataclass(slots=True)
-class Usual:
-    """Decayed means and variances of one client's calls, in tokens."""
+Count = Annotated[int, Meta(ge=0)]
+Number = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
-    calls: int = 0
-    extend: float = 0.0
-    output: float = 0.0
-    extend_variance: float = 0.0
-    output_variance: float = 0.0
+
+class Usual(msgspec.Struct, array_like=True):
+    """Decayed means of one client's calls, in tokens."""
+
+    client: str
+    calls: Count = 0
+    extend: Number = 0.0
+    output: Number = 0.0
 
     def learn(self, extend: float, output: float) -> None:
-        """One more call."""
         self.calls += 1
         part = max(DECAY, 1 / self.calls)
-        self.extend, self.extend_variance = _moved(self.extend, self.extend_variance, extend, part)
-        self.output, self.output_variance = _moved(self.output, self.output_variance, output, part)
+        self.extend += part * (extend - self.extend)
+        self.output += part * (output - self.output)
+
+
+class _Saved(msgspec.Struct):
+    """The calls of a pair, of an app, or all."""
+
+    calls: Count
+    clients: list[Usual]
+
+
+class _Record(msgspec.Struct):
+    """What `Normal.to_json` gives. Version 1 had two more numbers for each client."""
+
+    version: Literal[1, 2]
+    pairs: Annotated[list[tuple[str, str, _Saved]], Meta(max_length=MOST_PAIRS)]
+    apps: Annotated[list[tuple[str, _Saved]], Meta(max_length=MOST_PAIRS)]
+    all: _Saved
 
 
 @dataclass(slots=True)
 class _Group:
-    """The calls of a pair, of an app, or all: of the clients that ended one last."""
+    """Such calls, of the clients that ended one last."""
 
     most: int
     calls: int = 0
     clients: OrderedDict[str, Usual] = field(default_factory=OrderedDict)
 
+    @classmethod
+    def restored(cls, saved: _Saved, most: int) -> "_Group":
+        """ValueError if that is more than `most` clients, or no number."""
+        if len(saved.clients) > most or (saved.calls and not saved.clients):
+            raise ValueError(f"{saved.calls} calls of {len(saved.clients)} clients")
+        for one in saved.clients:
+            if not (isfinite(one.extend) and isfinite(one.output)):
+                raise ValueError(f"{one!r:.80} has no numbers of tokens")
+        return cls(most, saved.calls, OrderedDict((one.client, one) for one in saved.clients))
+
+    def saved(self) -> Any:
+        return msgspec.to_builtins(_Saved(self.calls, list(self.clients.values())))
+
     def learn(self, client: str, extend: float, output: float) -> None:
         self.calls += 1
-        self.clients.setdefault(client, Usual()).learn(extend, output)
+        if client not in self.clients:
+            self.clients[client] = Usual(client)
+        self.clients[client].learn(extend, output)
         self.clients.move_to_end(client)
         if len(self.clients) > self.most:
             self.clients.popitem(last=False)
-
-
-Count = Annotated[int, Meta(ge=0)]
-Number = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
-
-
-class _SavedGroup(msgspec.Struct):
-    calls: Count
-    clients: list[tuple[str, Count, Number, Number, Number, Number]]
-
-    def group(self, most: int) -> _Group:
-        """ValueError if that is more than `most` clients, or no number."""
-        if len(self.clients) > most or (self.calls and not self.clients):
-            raise ValueError(f"{self.calls} calls of {len(self.clients)} clients")
-        found = _Group(most, self.calls)
-        for name, calls, *numbers in self.clients:
-            if not all(map(isfinite, numbers)):
-                raise ValueError(f"{numbers!r:.80} are no numbers of tokens")
-            found.clients[name] = Usual(calls, *numbers)
-        return found
-
-
-class _Saved(msgspec.Struct):
-    """What `Normal.to_json` gives."""
-
-    version: Literal[1]
-    pairs: Annotated[list[tuple[str, str, _SavedGroup]], Meta(max_length=MOST_PAIRS)]
-    apps: Annotated[list[tuple[str, _SavedGroup]], Meta(max_length=MOST_PAIRS)]
-    all: _SavedGroup
 
 
 class Normal:
@@ -161,18 +164,18 @@ class Normal:
         """All that was learnt, JSON-ready."""
         return {
             "version": VERSION,
-            "pairs": [[app, stage, _saved(group)] for (app, stage), group in self._pairs.items()],
-            "apps": [[app, _saved(group)] for app, group in self._apps.items()],
-            "all": _saved(self._all),
+            "pairs": [[*pair, group.saved()] for pair, group in self._pairs.items()],
+            "apps": [[app, group.saved()] for app, group in self._apps.items()],
+            "all": self._all.saved(),
         }
 
     def restore(self, saved: object) -> None:
         """Goes on from what `to_json` gave. Raises `BadNormal`, and then nothing has changed."""
         try:
-            content = msgspec.convert(saved, _Saved)
-            pairs = OrderedDict(((app, stage), one.group(PAIR_CLIENTS)) for app, stage, one in content.pairs)
-            apps = OrderedDict((app, one.group(PAIR_CLIENTS)) for app, one in content.apps)
-            everything = content.all.group(ALL_CLIENTS)
+            content, made = msgspec.convert(saved, _Record), _Group.restored
+            pairs = OrderedDict(((app, stage), made(one, PAIR_CLIENTS)) for app, stage, one in content.pairs)
+            apps = OrderedDict((app, made(one, PAIR_CLIENTS)) for app, one in content.apps)
+            everything = made(content.all, ALL_CLIENTS)
         except ValueError as error:
             raise BadNormal(f"not what was saved of normal calls: {error}") from None
         self._pairs, self._apps, self._all, self._usual = pairs, apps, everything, None
@@ -203,19 +206,3 @@ def _kept(groups: OrderedDict[Any, _Group], name: Any, most: int) -> _Group:
     if len(groups) > MOST_PAIRS:
         groups.popitem(last=False)
     return group
-
-
-def _moved(mean: float, variance: float, value: float, part: float) -> tuple[float, float]:
-    """Decayed mean and variance with one more value."""
-    off = value - mean
-    return mean + part * off, (1 - part) * (variance + part * off * off)
-
-
-def _saved(group: _Group) -> Mapping[str, Any]:
-    return {
-        "calls": group.calls,
-        "clients": [
-            [name, one.calls, one.extend, one.output, one.extend_variance, one.output_variance]
-            for name, one in group.clients.items()
-        ],
-    }

@@ -4,14 +4,11 @@ Rule: a client may have `limit` requests a minute. One more is refused when it c
 requests count), or waits until there is room (`excess` "delay"; admitted requests count). The rest is FCFS over all
 clients, except that a request that unblocks others goes before the others of its client.
 
-Which minute a request counts in, and when the next one may come, `windows` says (`window`: "sliding" or "calendar").
-
 Unit of fairness: the request, however large. Bound: none on service. A client below its limit still waits behind what
 all the others may send, and one with long requests gets more than one with short ones.
-Knobs: `limit`; the weights, which multiply it (rounded half up, at least 1); `excess`, `window`. A limit that is raised
-while requests are delayed takes effect with its client's next request, or when the window opens.
-Trade-offs: capacity stays unused if requests are refused, or delayed while nobody else waits. Known leaks: new names;
-twice the limit around the turn of a calendar minute.
+Knobs: `limit`; the weights, which multiply it (rounded half up, at least 1); `excess`. A limit that is raised while
+requests are delayed takes effect with its client's next request, or when the window opens.
+Trade-offs: capacity stays unused if requests are refused, or delayed while nobody else waits. Known leak: new names.
 
 Operations cost O(log clients); memory is O(waiting requests + those that counted in the last minute).
 """
@@ -26,7 +23,7 @@ from sglang_fair.core.clients import ByClient, ClientQueues
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.waits import RATE
-from sglang_fair.core.windows import WINDOWS, Calendar, Sliding
+from sglang_fair.core.windows import Sliding
 
 EXCESS = ("refuse", "delay")
 
@@ -40,12 +37,11 @@ class Rpm(ByClient):
     turn_cause: ClassVar[str] = RATE
     limit: int = 30
     excess: str = "refuse"
-    window: str = "sliding"
     weights: Weights = field(default_factory=Weights)
 
     _now_s: float = field(default=0.0, init=False, repr=False)
-    _window: Sliding[str] | Calendar[str] = field(init=False, repr=False)
-    _queues: ClientQueues = field(init=False, repr=False)
+    _window: Sliding[str] = field(default_factory=Sliding, init=False, repr=False)
+    _queues: ClientQueues = field(default_factory=ClientQueues, init=False, repr=False)
     _open: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Clients that may be served, by the arrival of their first request."""
     _delayed: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
@@ -58,9 +54,6 @@ class Rpm(ByClient):
             raise ValueError(f"limit must be at least one request per minute, not {self.limit!r}")
         if self.excess not in EXCESS:
             raise ValueError(f"excess is one of {', '.join(EXCESS)}, not {self.excess!r}")
-        if self.window not in WINDOWS:
-            raise ValueError(f"window is one of {', '.join(WINDOWS)}, not {self.window!r}")
-        self._window, self._queues = WINDOWS[self.window](), ClientQueues()
 
     def tick(self, now_s: float) -> None:
         self._now_s = now_s

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -56,6 +56,11 @@ MOST_CALLS = 1_000_000_000
 EVERY_APP = "*"
 
 Counts = Literal["accepted", "arrivals"]
+Own = tuple[int | None, int | None]
+"""A client's own limits, of all its calls and of those of the app, in place of everybody's; None: it has none."""
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class BadLoad(ValueError):
@@ -131,6 +136,8 @@ class Refusal:
 class _Worker:
     pressure: float
     heard_s: float
+    since_s: float
+    """Since when it has been overloaded, if it is."""
 
 
 class Overload:
@@ -138,12 +145,12 @@ class Overload:
 
     def __init__(self, high: float = HIGH, low: float = LOW) -> None:
         self.high, self.low = high, low
-        self._since_s: dict[tuple[str, ...], float] = {}
-        """When replicas that stand in for each other were first seen overloaded together, of this time."""
         self._workers: dict[str, _Worker] = {}
-        self._overloaded: OrderedDict[str, float] = OrderedDict()
-        """Those that are, and when each was heard; the one that has been silent for longest first."""
+        self._overloaded: OrderedDict[str, _Worker] = OrderedDict()
+        """Those that are; the one that has been silent for longest first."""
         self._predicted: dict[str, float] = {}
+        """Since when, and that it was last said."""
+        self._predicted_s = -inf
 
     def report(
         self, worker: str, used_tokens: int, waiting_tokens: int, size_tokens: int, now_s: float
@@ -154,22 +161,23 @@ class Overload:
             raise BadLoad(f"{used_tokens} used and {waiting_tokens} waiting of {size_tokens} tokens")
         pressure = (used_tokens + waiting_tokens) / size_tokens
         self._drop_silent(now_s)
-        was = self._overloaded.pop(worker, None) is not None
-        if pressure >= (self.low if was else self.high):
-            self._overloaded[worker] = now_s
-        self._workers[worker] = _Worker(pressure, now_s)
+        was = self._overloaded.pop(worker, None)
+        known = _Worker(pressure, now_s, now_s if was is None else was.since_s)
+        if pressure >= (self.high if was is None else self.low):
+            self._overloaded[worker] = known
+        self._workers[worker] = known
 
     def predict(self, workers: Collection[str], now_s: float) -> None:
         """At these, and no others, clients within their share will miss deadlines in whatever order they are served. It
         holds for `PREDICTED_S`. Those that stand in for one of them are then overloaded, too."""
-        self._predicted = dict.fromkeys(workers, now_s)
+        before = self._predicted if now_s - self._predicted_s < PREDICTED_S else {}
+        self._predicted = {worker: before.get(worker, now_s) for worker in workers}
+        self._predicted_s = now_s
 
     def is_predicted(self, workers: Collection[str], now_s: float) -> bool:
-        """Whether that was said of any of `workers`."""
-        predicted = self._predicted
-        return bool(predicted) and any(
-            worker in predicted and now_s - predicted[worker] < PREDICTED_S for worker in workers
-        )
+        """Whether that holds for any of `workers`."""
+        holds = self._predicted and now_s - self._predicted_s < PREDICTED_S
+        return bool(holds) and any(worker in self._predicted for worker in workers)
 
     def forget(self, worker: str) -> None:
         """`worker` is gone."""
@@ -185,27 +193,18 @@ class Overload:
         return self.overloaded_since_s(workers, now_s) is not None
 
     def overloaded_since_s(self, workers: Collection[str], now_s: float) -> float | None:
-        """When all of `workers` were first seen overloaded, of this time; None: they are not."""
-        overloaded = self._overloaded
-        if overloaded:
-            self._drop_silent(now_s)
-        found = 0 < len(workers) <= len(overloaded) and all(map(overloaded.__contains__, workers))
-        found = found or self.is_predicted(workers, now_s)
-        names = tuple(workers) if found or self._since_s else ()
-        if names in self._since_s and found:
-            return self._since_s[names]
-        # Some of them may have been overloaded with others, of whom one came or went since.
-        before = [
-            self._since_s.pop(others) for others in list(self._since_s) if not set(names).isdisjoint(others)
-        ]
-        if not found:
-            return None
-        self._since_s[names] = min(before, default=now_s)
-        return self._since_s[names]
+        """Since when each of `workers` has been overloaded; None: not all of them are."""
+        overloaded, since_s = self._overloaded, list[float]()
+        self._drop_silent(now_s)
+        if 0 < len(workers) <= len(overloaded) and all(map(overloaded.__contains__, workers)):
+            since_s.append(max(overloaded[worker].since_s for worker in workers))
+        if self.is_predicted(workers, now_s):
+            since_s.append(min(self._predicted.get(worker, now_s) for worker in workers))
+        return min(since_s, default=None)
 
     def _drop_silent(self, now_s: float) -> None:
         overloaded = self._overloaded
-        while overloaded and now_s - next(iter(overloaded.values())) >= SILENT_S:
+        while overloaded and now_s - next(iter(overloaded.values())).heard_s >= SILENT_S:
             overloaded.popitem(last=False)
 
     def _pressure(self, worker: str, now_s: float) -> float:
@@ -251,21 +250,17 @@ class Throttle:
         now_s: float,
         *,
         begun: int = 0,
-        own: tuple[int | None, int | None] = (None, None),
+        own: Own = (None, None),
     ) -> int | Refusal:
-        """A call came: its number in its interaction, and it is let in; or why it is refused. Not to be asked twice for
-        one call. `workers` are those that take requests. `own` are limits of this client, in place of those for
-        everybody: of all its calls, and of those of the app."""
+        """A call came: its number in its interaction, and it is let in; or why it is refused. Once for each call.
+        `workers` are those that take requests."""
         if not isfinite(now_s):
             raise ValueError(f"now_s must be a number of seconds, not {now_s!r}")
         self._now_s = now_s = max(self._now_s, now_s)
         self._had.tick(now_s)
         self.interactions.tick(now_s)
         if own[0] is not None:
-            self._own[name.client] = own[0]
-            self._own.move_to_end(name.client)
-            if len(self._own) > MOST_REMEMBERED:
-                self._own.popitem(last=False)
+            _remember(self._own, name.client, own[0])
         app = "" if self.limits.app_total else name.client, name.app
         if self.counts == "arrivals":
             self._had.count(name.client, app)
@@ -292,11 +287,7 @@ class Throttle:
         return sorted(found, key=lambda row: (-row[1] / (row[2] or inf), -row[1], row[0]))[:most]
 
     def _refusal(
-        self,
-        name: Interaction,
-        app: tuple[str, str],
-        workers: Collection[str],
-        own: tuple[int | None, int | None],
+        self, name: Interaction, app: tuple[str, str], workers: Collection[str], own: Own
     ) -> Refusal | None:
         while self._siblings and next(iter(self._siblings.values()))[0] <= self._now_s:
             self._siblings.popitem(last=False)
@@ -306,18 +297,11 @@ class Throttle:
             return Refusal(first.code, max(LEAST_RETRY_S, until_s - self._now_s), first.reason)
         found = self._over(name, app, workers, own)
         if found is not None and name.id and not self.always:
-            self._siblings[name] = self._now_s + found.retry_after_s, found
-            self._siblings.move_to_end(name)
-            if len(self._siblings) > MOST_REMEMBERED:
-                self._siblings.popitem(last=False)
+            _remember(self._siblings, name, (self._now_s + found.retry_after_s, found))
         return found
 
     def _over(
-        self,
-        name: Interaction,
-        app: tuple[str, str],
-        workers: Collection[str],
-        own: tuple[int | None, int | None],
+        self, name: Interaction, app: tuple[str, str], workers: Collection[str], own: Own
     ) -> Refusal | None:
         # With "arrivals" this call has been counted already: it may be the last one within the limit.
         more = 1 if self.counts == "arrivals" else 0
@@ -342,8 +326,14 @@ class Throttle:
         """The beginning of a reason."""
         if self.always:
             return ""
+        why = f"pressure {self.overload.pressure(workers, self._now_s):.2f}"
         if self.overload.is_predicted(workers, self._now_s):
-            return "the cluster is overloaded (deadlines of clients within their share will be missed), and "
-        return (
-            f"the cluster is overloaded (pressure {self.overload.pressure(workers, self._now_s):.2f}), and "
-        )
+            why = "deadlines of clients within their share will be missed"
+        return f"the cluster is overloaded ({why}), and "
+
+
+def _remember(latest: OrderedDict[K, V], key: K, value: V) -> None:
+    latest[key] = value
+    latest.move_to_end(key)
+    if len(latest) > MOST_REMEMBERED:
+        latest.popitem(last=False)

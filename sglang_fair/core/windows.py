@@ -1,16 +1,13 @@
-"""Windows of a minute: how many requests of each key count now, and when the next one may come.
+"""A sliding minute: how many requests of each key count now, and when the next one may come.
 
-    window      a request at t counts in                                    opens again
-    sliding     every 60 s that contain t: never more than `limit` in any   60 s after the oldest that counts
-    calendar    the minute of the caller's clock that contains t            with the next minute
-
-Memory is O(requests that count).
+A request at t counts in every 60 s that contain t, so none of these has more than the limit; the window opens again
+60 s after the oldest that counts. Memory is O(requests that count).
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping
 from itertools import islice
-from math import floor, inf
+from math import inf
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -81,28 +78,3 @@ class Sliding(Generic[Key]):
     def _prune(self, times_s: deque[float]) -> None:
         while times_s and times_s[0] + MINUTE_S <= self._now_s:
             times_s.popleft()
-
-
-class Calendar(Generic[Key]):
-    """The minute of the clock: all counts start again from 0 every 60 s."""
-
-    def __init__(self) -> None:
-        self._minute = 0
-        self._counts: Counter[Key] = Counter()
-
-    def tick(self, now_s: float) -> None:
-        if (minute := floor(now_s / MINUTE_S)) != self._minute:
-            self._minute = minute
-            self._counts.clear()
-
-    def count(self, *keys: Key) -> None:
-        self._counts.update(keys)
-
-    def opens_s(self, key: Key, limit: int) -> float:
-        return (self._minute + 1) * MINUTE_S if self._counts[key] >= limit else -inf
-
-    def counts(self) -> Mapping[Key, int]:
-        return dict(self._counts)
-
-
-WINDOWS: Mapping[str, type[Sliding[str]] | type[Calendar[str]]] = {"sliding": Sliding, "calendar": Calendar}

@@ -380,7 +380,6 @@ REFUSED = (
     ("vtc-predict", "remembered_clients", (0,), "at least one output and one client"),
     ("rpm", "limit", (0,), "limit must be at least one request per minute, not 0"),
     ("rpm", "excess", ("drop",), "excess is one of refuse, delay, not 'drop'"),
-    ("rpm", "window", ("hour",), "window is one of sliding, calendar, not 'hour'"),
     ("slo", "evictions", (-1, LARGEST_EVICTIONS + 1), "evictions must be from 0 to 16"),
     ("wsc", "lead", (-1.0, float("nan")), "lead"),
     ("wsc", "spread", (0.5,), "spread"),

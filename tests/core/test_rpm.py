@@ -1,11 +1,10 @@
-"""RPM(n): the windows against their definitions, with lists; refusals that are true; delays that are no longer."""
+"""RPM(n): the window against its definition, with lists; refusals that are true; delays that are no longer."""
 
 import pickle
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import floor
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ from tests.support.engine_model import EngineModel, Traffic, cases
 from tests.support.twins import Literal, Twins
 
 RPM = settings(max_examples=examples(40))
-WINDOWS = st.sampled_from(["sliding", "calendar"])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.1, 0.5, 1.0, 2.5]) for name in "abcd"})
 MOMENTS = st.lists(
     st.tuples(st.integers(0, 64 * 40).map(lambda ticks: ticks / 64), st.sampled_from("ab")), max_size=60
@@ -33,7 +31,6 @@ class LiteralRpm(Literal):
 
     limit: int = 1
     delays: bool = False
-    calendar: bool = False
     weights: dict[str, float] = field(default_factory=dict)
     now_s: float = 0.0
     times_s: list[tuple[str, float]] = field(default_factory=list)
@@ -46,8 +43,6 @@ class LiteralRpm(Literal):
         return self.counts()[client] < limit
 
     def counts(self) -> Counter[str]:
-        if self.calendar:
-            return Counter(client for client, at_s in self.times_s if at_s // 60 == self.now_s // 60)
         return Counter(client for client, at_s in self.times_s if self.now_s - at_s < 60)
 
     def accepts(self, job: Job) -> bool:
@@ -77,16 +72,15 @@ class LiteralRpm(Literal):
 @settings(RPM, max_examples=examples(80))
 @given(
     limit=st.integers(1, 6),
-    window=WINDOWS,
     delays=st.booleans(),
     weights=WEIGHTS,
     holds=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_picks_and_refusals_are_those_of_the_definition(limit, window, delays, weights, holds, seed):
+def test_picks_and_refusals_are_those_of_the_definition(limit, delays, weights, holds, seed):
     """So nobody is delayed or refused who is below the limit, and the order is arrival, within a client too."""
-    fast = Rpm(limit, "delay" if delays else "refuse", window, Weights(weights))
-    slow = LiteralRpm(limit=limit, delays=delays, calendar=window == "calendar", weights=weights)
+    fast = Rpm(limit, "delay" if delays else "refuse", Weights(weights))
+    slow = LiteralRpm(limit=limit, delays=delays, weights=weights)
     Twins(fast, slow, seed, holds=holds).run(120)
 
 
@@ -124,21 +118,18 @@ def admissions(policy: Rpm, moments: list[tuple[float, str]]) -> dict[str, list[
 
 
 @RPM
-@given(moments=MOMENTS, limit=st.integers(1, 4), delays=st.booleans(), window=WINDOWS)
-def test_no_minute_has_more_than_the_limit(moments, limit, delays, window):
-    """Any 60 seconds, wherever they begin, or any minute of the calendar."""
-    policy = Rpm(limit, "delay" if delays else "refuse", window)
+@given(moments=MOMENTS, limit=st.integers(1, 4), delays=st.booleans())
+def test_no_minute_has_more_than_the_limit(moments, limit, delays):
+    """Any 60 seconds, wherever they begin."""
+    policy = Rpm(limit, "delay" if delays else "refuse")
     for times_s in admissions(policy, moments).values():
-        if window == "sliding":
-            assert all(late - early >= 60 for early, late in zip(times_s, times_s[limit:], strict=False))
-        else:
-            assert all(count <= limit for count in Counter(at_s // 60 for at_s in times_s).values())
+        assert all(late - early >= 60 for early, late in zip(times_s, times_s[limit:], strict=False))
 
 
 @RPM
-@given(moments=MOMENTS, window=WINDOWS, limit=st.integers(1, 4))
-def test_a_refusal_says_when_to_try_again(moments, window, limit):
-    policy, now_s = Rpm(limit, window=window), 1000.0
+@given(moments=MOMENTS, limit=st.integers(1, 4))
+def test_a_refusal_says_when_to_try_again(moments, limit):
+    policy, now_s = Rpm(limit), 1000.0
     for number, (gap_s, client) in enumerate(moments):
         now_s += gap_s
         policy.tick(now_s)
@@ -156,10 +147,10 @@ def test_a_refusal_says_when_to_try_again(moments, window, limit):
 
 
 @settings(RPM, max_examples=examples(20))
-@given(case=cases(), window=WINDOWS)
-def test_who_is_delayed_is_served_in_the_end(case, window):
+@given(case=cases())
+def test_who_is_delayed_is_served_in_the_end(case):
     """On the engine model, where a step is a second."""
-    queue = FairQueue(Rpm(3, "delay", window))
+    queue = FairQueue(Rpm(3, "delay"))
     replica = EngineModel(queue, pool_tokens=case.pool_tokens, step_tokens=case.step_tokens)
     traffic = Traffic(replace(case, steps=10))
     for _ in range(10):
@@ -198,9 +189,8 @@ def test_weights_change_while_requests_are_delayed():
     assert admit_all() == ["2", "3"]
 
 
-@pytest.mark.parametrize("window", ["sliding", "calendar"])
-def test_who_sent_nothing_for_a_minute_is_forgotten(window):
-    policy = Rpm(2, window=window)
+def test_who_sent_nothing_for_a_minute_is_forgotten():
+    policy = Rpm(2)
     empty = len(pickle.dumps(policy))
     for number in range(2000):
         policy.arrive(job := Job(str(number), f"client{number}", arrival=number))

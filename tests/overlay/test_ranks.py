@@ -61,7 +61,7 @@ def ranks(directory: Path, *arguments: str, forked: bool = False) -> Iterator[Ra
 @pytest.mark.parametrize("kind", PARALLEL if is_night() else ["pipeline"])
 def test_a_limit_per_minute_is_the_same_minute_on_all_ranks(kind: str, tmp_path: Path) -> None:
     """Each rank would open the minute by its own clock, and admit what the other one refuses."""
-    limit = ("--policy", "hasty", "--policy-options", "limit=3,window=calendar")
+    limit = ("--policy", "hasty", "--policy-options", "limit=3")
 
     async def load(replica: Replica) -> list[int]:
         rng = random.Random(1)
