@@ -232,11 +232,11 @@ class Router:
             "parameters": _parameters(self.placements.first),
             "workers": {
                 worker.name: {
-                    "url": worker.url,
-                    "kv": worker.kv,
+                    "url": worker.up.url,
+                    "kv": worker.up.kv,
                     "capacity": worker.capacity,
-                    "model": worker.loaded or worker.pool.model,
-                    "models": list(worker.models),
+                    "model": worker.up.loaded or worker.pool.model,
+                    "models": list(worker.up.models),
                     "state": _state(worker),
                     "in_flight": worker.in_flight,
                     "prefill_tokens": worker.prefill_tokens,

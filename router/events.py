@@ -70,12 +70,8 @@ class Suspicion(msgspec.Struct, frozen=True, array_like=True):
     ended: Annotated[int, msgspec.Meta(ge=1, le=1_000)]
 
 
-class Arrive(Message, frozen=True):
-    """A gateway asks for a worker for request `id`, other than those in `exclude`.
-
-    The answer is `Place` or `Refuse`. It comes at once, or later if the placement holds requests; then `Held` comes
-    first, if the gateway understands it. Until the answer, a `Done` withdraws the question.
-    """
+class Call(Message, frozen=True):
+    """What a request is, whether it needs a worker or has one."""
 
     id: str
     client: str
@@ -83,24 +79,36 @@ class Arrive(Message, frozen=True):
     max_output_tokens: Count = 0
     namespace: str = ""
     """Cached prefixes are shared within a namespace only: see `wire.namespace`."""
-    exclude: tuple[str, ...] = ()
-    may_hold: bool = False
-    """The gateway understands `Held`. One that does not gives the question up when its time is over."""
     weight: Weight | None = None
     """The client's, by the tenants' file; None: it says none."""
     weight_version: int = 0
     """Of that file: the latest says what holds."""
-    request: str = ""
-    """What its gateway calls the request, of which this is one attempt."""
     app: str = ""
     interaction: str = ""
-    stage: str = ""
     last: bool = False
-    """These four as `common.interaction.Part` has them."""
+    """These three as `common.interaction.Part` has them."""
+    begun: Count = 0
+    """How many calls of its interaction the gateway has seen accepted: before it, or with it once it has a worker."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an incomplete token id."""
+        _check_tokens(self.tokens)
+
+
+class Arrive(Call, frozen=True):
+    """A gateway asks for a worker for request `id`, other than those in `exclude`.
+
+    The answer is `Place` or `Refuse`. It comes at once, or later if the placement holds requests; then `Held` comes
+    first. Until the answer, a `Done` withdraws the question.
+    """
+
+    exclude: tuple[str, ...] = ()
+    request: str = ""
+    """What its gateway calls the request, of which this is one attempt."""
+    stage: str = ""
+    """As `common.interaction.Part` has it."""
     attempt: Count = 0
     """0 for the first one at a call. Further ones, and later parts of a stream, are the same call."""
-    begun: Count = 0
-    """How many calls of its interaction the gateway has seen accepted before."""
     most_calls: Limit = None
     app_calls: Limit = None
     """The client's own limits while the cluster is overloaded, by the tenants' file: calls a minute in all, and of this
@@ -118,9 +126,12 @@ class Arrive(Message, frozen=True):
     goes_on: bool = False
     """Its answer has begun elsewhere."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for an incomplete token id."""
-        _check_tokens(self.tokens)
+
+class Running(Call, frozen=True):
+    """A gateway has request `id` at `worker`. A router that does not know the request counts it from here on."""
+
+    worker: str = ""
+    output_tokens: Count = 0
 
 
 class Progress(Message, frozen=True):
@@ -237,46 +248,17 @@ class WorkerHealth(Message, frozen=True):
     ok: bool
 
 
-class Running(Message, frozen=True):
-    """A gateway has request `id` at `worker`. A router that does not know the request counts it from here on."""
-
-    id: str
-    client: str
-    worker: str
-    tokens: bytes
-    max_output_tokens: Count = 0
-    namespace: str = ""
-    output_tokens: Count = 0
-    weight: Weight | None = None
-    weight_version: int = 0
-    app: str = ""
-    interaction: str = ""
-    last: bool = False
-    """All as in `Arrive`."""
-    begun: Count = 0
-    """As in `Arrive`, this call included."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for an incomplete token id."""
-        _check_tokens(self.tokens)
-
-
 MOST_BEGUN = 1_000
 """Interactions in one `Begun`, so that a router places requests in between."""
 
 
 class Begun(Message, frozen=True):
-    """Interactions under way of which calls were served through this gateway: (client, app, id, calls accepted). A
-    router that was restarted takes up those that it does not know."""
+    """Interactions under way of which calls were served through this gateway: (client, app, id, calls accepted, by when
+    its calls are due if anything is promised). A router that was restarted takes up those that it does not know."""
 
-    interactions: Annotated[tuple[tuple[str, str, str, Count], ...], msgspec.Meta(max_length=MOST_BEGUN)]
-    dues: Annotated[tuple[Due | None, ...], msgspec.Meta(max_length=MOST_BEGUN)] = ()
-    """By when the calls of each are due, in the same order; (): of none is anything promised."""
-
-    def dues_or_none(self) -> tuple[Due | None, ...]:
-        """One for each of them, however many were told."""
-        missing = len(self.interactions) - len(self.dues)
-        return self.dues[: len(self.interactions)] + (None,) * missing
+    interactions: Annotated[
+        tuple[tuple[str, str, str, Count, Due | None], ...], msgspec.Meta(max_length=MOST_BEGUN)
+    ]
 
 
 class Table(Message, frozen=True):

@@ -125,8 +125,7 @@ class Flights:
         self._record.ended(request.id, outcome, done.cached_tokens)
         if outcome == "failed":
             self._tree.release(flight.hold, served=False)
-        elif self._linger_s and worker.kv is not None and not self._tree.is_confirmed(flight.hold):
-            self._tree.linger(flight.hold)
+        elif self._linger_s and worker.up.kv is not None and not self._tree.is_confirmed(flight.hold):
             self.lingering.append((now_s + self._linger_s, flight.hold))
         else:
             self._tree.release(flight.hold)

@@ -4,7 +4,9 @@ Of the two workers the figures are kept by which they can be compared. No prompt
 kept of a placement is compact, and formatted when it is shown.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from math import isfinite
 from typing import Any
 
@@ -13,7 +15,7 @@ import msgspec
 from router.placement.contract import Request, WorkerView
 from router.radix import Match
 from sglang_fair.common.deadlines import Promise
-from sglang_fair.common.record import MOST_ENDED, MOST_NAME, Recent
+from sglang_fair.common.record import MOST_ENDED, MOST_FOUND, MOST_NAME
 
 AS_IS = (
     "id", "client", "input_tokens", "model", "waited_for", "standing", "why", "candidates", "refused", "cached_tokens"
@@ -53,38 +55,41 @@ class Placed(msgspec.Struct, gc=False, eq=False):
 
 
 class PlacementRecord:
-    """What became of the latest requests. A request that is not in it any more is ignored."""
+    """What became of the latest `most` requests. A request has a `name` besides its id: what its gateway, or its
+    client, calls it. It is written down once: when it is placed or refused, or begins to wait."""
 
     def __init__(self, most: int = MOST_ENDED) -> None:
-        self._recent: Recent[Placed] = Recent(most)
-        self._by_id: dict[str, Placed] = {}
+        self._most = most
+        self._by_id: OrderedDict[str, Placed] = OrderedDict()
+        """In order of arrival."""
 
-    def came(self, request: Request, name: str, now_s: float) -> None:
-        """A gateway asks for a worker."""
-        if request.id in self._by_id:
-            return
-        placed = Placed(
-            request.id, name[:MOST_NAME], request.client, request.input_tokens, now_s, request.model,
-            request.promise, request.exclude,
-        )  # fmt: skip
-        self._by_id[request.id] = placed
-        self._recent.add(placed, request.id, name)
-        if (forgotten := self._recent.end(placed)) is not None:
-            del self._by_id[forgotten.id]
+    def _of(self, request: Request, name: str, now_s: float) -> Placed:
+        placed = self._by_id.get(request.id)
+        if placed is None:
+            placed = self._by_id[request.id] = Placed(
+                request.id, name[:MOST_NAME], request.client, request.input_tokens, now_s, request.model,
+                request.promise, request.exclude,
+            )  # fmt: skip
+            if len(self._by_id) > self._most:
+                self._by_id.popitem(last=False)
+        return placed
 
-    def held(self, request_id: str, why: str, standing: Mapping[str, object] | None = None) -> None:
+    def held(
+        self, request: Request, name: str, why: str, standing: Mapping[str, object] | None, now_s: float
+    ) -> None:
         """It waits here. `standing`: in which group, and behind what."""
-        if (placed := self._by_id.get(request_id)) is not None:
-            placed.waited_for, placed.standing = why, standing
+        placed = self._of(request, name, now_s)
+        placed.waited_for, placed.standing = why, standing
 
-    def refused(self, request_id: str, reason: str, now_s: float) -> None:
+    def refused(self, request: Request, name: str, reason: str, now_s: float) -> None:
         """It gets no worker."""
-        if (placed := self._by_id.get(request_id)) is not None:
-            placed.decided_s, placed.refused, placed.outcome = now_s, reason, "refused"
+        placed = self._of(request, name, now_s)
+        placed.decided_s, placed.refused, placed.outcome = now_s, reason, "refused"
 
     def placed(
         self,
         request: Request,
+        name: str,
         chosen: WorkerView,
         why: str,
         match: Match,
@@ -95,9 +100,7 @@ class PlacementRecord:
     ) -> None:
         """It goes to `chosen`, one of `workers`, because of `why`. `costs`: what the placement weighed of each, less is
         better; None: it has no such number. `by_name` are all workers."""
-        placed = self._by_id.get(request.id)
-        if placed is None:
-            return
+        placed = self._of(request, name, now_s)
         placed.decided_s, placed.why, placed.candidates = now_s, why, len(workers)
         placed.has_costs = costs is not None
         if costs is None:
@@ -116,8 +119,7 @@ class PlacementRecord:
 
     def told(self, request: Request, worker: WorkerView, match: Match, now_s: float) -> None:
         """It was placed elsewhere, at `worker`."""
-        self.came(request, "", now_s)
-        placed = self._by_id[request.id]
+        placed = self._of(request, "", now_s)
         placed.decided_s, placed.why, placed.worker = now_s, "told", _figures(worker, match, None)
 
     def ended(self, request_id: str, outcome: str, cached_tokens: int | None) -> None:
@@ -127,11 +129,18 @@ class PlacementRecord:
             placed.outcome, placed.cached_tokens = outcome, cached_tokens
 
     def find(self, name: str, client: str | None, now_s: float) -> tuple[dict[str, Any], ...]:
-        """The placements of this id, or of requests of this name, as `Recent.find`. JSON-ready."""
-        return tuple(_shown(placed, now_s) for placed in self._recent.find(name, client))
+        """The placements of this id, or of requests of this name, the latest first; of `client` only, if one is given.
+        JSON-ready."""
+        name = name[:MOST_NAME]
+        found = (
+            placed
+            for placed in reversed(self._by_id.values())
+            if name in (placed.id[:MOST_NAME], placed.name) and client in (None, placed.client)
+        )
+        return tuple(_shown(placed, now_s) for placed in islice(found, MOST_FOUND))
 
     def __len__(self) -> int:
-        return len(self._recent)
+        return len(self._by_id)
 
 
 def placement_reason(

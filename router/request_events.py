@@ -8,8 +8,9 @@ for it, or by `Refuse` when no worker is left that could be. A placed request en
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from router.events import (
     TOKEN_BYTES,
@@ -89,7 +90,11 @@ class RequestEvents:
             is_over, answer = self._asked_again(event, pool, now_s, peer)
             if is_over:
                 return answer
-        self._flights.orphans.pop(event.id, None)
+        if self._flights.orphans:
+            self._flights.orphans.pop(event.id, None)
+        allowed = pool.taking
+        if event.exclude:
+            allowed = [worker for worker in allowed if worker.name not in event.exclude]
         if trial is None:
             suspected = self._suspects.judge(event, now_s)
             if isinstance(suspected, Denial):
@@ -97,40 +102,40 @@ class RequestEvents:
             if suspected and self._able(event) is not None:
                 self._suspects.wait(event, peer, now_s)
                 return None
-        allowed = pool.taking
-        if event.exclude:
-            allowed = [worker for worker in allowed if worker.name not in event.exclude]
-        if trial is None and (held := self._suspects.held(now_s)):
-            allowed = [worker for worker in allowed if worker.name not in held] or allowed
+            if held := self._suspects.held(now_s):
+                allowed = [worker for worker in allowed if worker.name not in held] or allowed
         verdict = self._throttling.judge(event, pool.names_taking, now_s)
         call = verdict if event.interaction and not isinstance(verdict, Refusal) else 0
         promise = None if event.due is None else self._throttling.promised(event, event.due, now_s)
         request = _request(event, pool, call, promise, event.exclude, event.stands_for)
-        self._record.came(request, event.request, now_s)
         if isinstance(verdict, Refusal):
             self._counts[verdict.code] += 1
-            retry_s = verdict.retry_after_s
-            return self._refuse(request, verdict.reason, now_s, code=verdict.code, retry_after_s=retry_s)
+            return self._refuse(
+                request, event.request, verdict.reason, now_s,
+                code=verdict.code, retry_after_s=verdict.retry_after_s,
+            )  # fmt: skip
         if not allowed and not self._swaps.may_come(pool.model, event.exclude):
-            return self._refuse(request, self._workers.why_nobody(event.model), now_s)
+            return self._refuse(request, event.request, self._workers.why_nobody(event.model), now_s)
         is_held = trial is None and self.waiting.holding is not None
         if is_held and not self.waiting.limit.take(event.client):
             waits = self.waiting.limit.held(event.client)
             reason = f"too many requests wait for a worker: {waits} of this client"
-            return self._refuse(request, reason, now_s, is_full=True)
-        self._hear(event)
+            return self._refuse(request, event.request, reason, now_s, is_full=True)
+        if event.weight is not None:
+            self._weigh(event)
         match = self._tree.match(event.tokens, request.namespace)
         name = trial or pool.placement.place(request, match, allowed, now_s)
         if name is None:
             self.waiting.enter(request, peer, match)
-            self._record.held(request.id, HELD_WHY, self.waiting.standing(event.id, now_s))
+            standing = self.waiting.standing(event.id, now_s)
+            self._record.held(request, event.request, HELD_WHY, standing, now_s)
             return None
         if is_held:
             self.waiting.limit.give(event.client)
-        worker = self._workers.by_name[name]
-        assert worker in allowed, worker.name
         costs = None if trial is not None else pool.placement.costs()
-        return self._place(request, worker, match, allowed, costs, peer, now_s)
+        worker = self._workers.by_name[name]
+        assert worker in allowed, name
+        return self._place(request, event.request, worker, match, allowed, costs, peer, now_s)
 
     def _asked_again(
         self, event: Arrive, pool: Pool, now_s: float, peer: bytes
@@ -168,16 +173,17 @@ class RequestEvents:
         may_retry = denial.retry_after_s is not None or not denial.code
         return Refuse(request, denial.reason, may_retry, code=denial.code, retry_after_s=denial.retry_after_s)
 
-    def _refuse(self, request: Request, reason: str, now_s: float, **more: Any) -> Refuse:
-        """`more` fields of the refusal."""
+    def _refuse(self, request: Request, name: str, reason: str, now_s: float, **more: Any) -> Refuse:
+        """`name` as `PlacementRecord` has it; `more` fields of the refusal."""
         self._counts["refused"] += 1
         self._throttling.ended(request.id, now_s)
-        self._record.refused(request.id, reason, now_s)
+        self._record.refused(request, name, reason, now_s)
         return Refuse(request.id, reason, retry=True, **more)
 
     def _place(
         self,
         request: Request,
+        name: str,
         worker: Worker,
         match: Match,
         allowed: Sequence[Worker],
@@ -188,10 +194,10 @@ class RequestEvents:
         """`costs`: what the placement weighed, for each of `allowed`."""
         why = placement_reason(request, worker, match, allowed)
         worker.placed[why] += 1
-        self._record.placed(request, worker, why, match, allowed, costs, self._workers.by_name, now_s)
+        self._record.placed(request, name, worker, why, match, allowed, costs, self._workers.by_name, now_s)
         queued, counts = self.waiting.queued, self._counts
         if queued is not None and (tier := queued.tier(request.id)):
-            request = replace(request, tier=tier)
+            request = structs.replace(request, tier=tier)
             counts["placed ahead of their share"] += 1
         matched_tokens = self._begin(request, worker, match, peer, now_s).matched_tokens
         counts["placed"] += 1
@@ -201,16 +207,16 @@ class RequestEvents:
 
     def _placed_at(self, request: Request, worker: Worker, matched_tokens: int, now_s: float) -> Place:
         due = None if request.promise is None else Due.of(request.promise, now_s)
-        model = worker.loaded if len(worker.models) > 1 else ""
+        up = worker.up
         return Place(
             request.id,
-            worker.name,
-            worker.url,
+            up.worker,
+            up.url,
             matched_tokens,
             request.call,
             due,
             request.tier,
-            model,
+            up.loaded if len(up.models) > 1 else "",
             self._suspects.is_on_trial(request.id),
         )
 
@@ -219,7 +225,7 @@ class RequestEvents:
         self.waiting.matches.clear()
         return flight
 
-    def _hear(self, event: Arrive | Running) -> None:
+    def _weigh(self, event: Arrive | Running) -> None:
         """What the newest tenants' file says of its client, holds for all of that client's requests."""
         if event.weight is not None:
             self._placements.weigh(event.client, event.weight, event.weight_version, self._present)
@@ -237,7 +243,7 @@ class RequestEvents:
             self._counts["running ignored"] += 1
             return
         self._give_up(event.id, now_s)
-        self._hear(event)
+        self._weigh(event)
         self._throttling.running(event, now_s)
         request = _request(event, worker.pool)
         match = self._tree.match(event.tokens, request.namespace)
@@ -250,7 +256,7 @@ class RequestEvents:
     def follow_up(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
         """What an event means for requests that wait for a worker."""
         actions = self._move_waiting(now_s) if self.waiting.by_id else []
-        if isinstance(event, Arrive) and event.may_hold and self._holds(event.id, peer):
+        if isinstance(event, Arrive) and self._holds(event.id, peer):
             actions.append((peer, Held(event.id)))
         return actions
 
@@ -272,11 +278,11 @@ class RequestEvents:
         actions: list[Action] = []
         for request, peer in self.waiting.hopeless(now_s):
             reason = self._workers.why_nobody(request.model)
-            actions.append((peer, self._refuse(request, reason, now_s)))
+            actions.append((peer, self._refuse(request, "", reason, now_s)))
         for request, peer, worker, match in self.waiting.ready(now_s):
             allowed = [one for one in worker.pool.taking if one.name not in request.exclude]
             assert worker in allowed, worker.name
-            actions.append((peer, self._place(request, worker, match, allowed, None, peer, now_s)))
+            actions.append((peer, self._place(request, "", worker, match, allowed, None, peer, now_s)))
         return actions
 
     def _able(self, event: Arrive) -> list[str] | None:
@@ -289,7 +295,7 @@ class RequestEvents:
     def try_suspects(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
         """What an event means for the suspects that wait."""
         actions: list[Action] = []
-        if isinstance(event, Arrive) and event.may_hold and event.id in self._suspects.waiting:
+        if isinstance(event, Arrive) and event.id in self._suspects.waiting:
             actions.append((peer, Held(event.id)))
         if not isinstance(event, _OF_SUSPECTS):
             return actions

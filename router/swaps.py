@@ -128,7 +128,7 @@ class Swaps:
             complaint = f"there is no worker {said.worker[:100]!r}"
             return Exchange(said.id, said.worker, complaint=complaint)
         complaint, loaded = "", said.loaded
-        if loaded and loaded not in (said.swap_s or worker.models):
+        if loaded and loaded not in (said.swap_s or worker.up.models):
             complaint = f"{loaded[:100]!r} is none of the models that worker {said.worker} can load"
             loaded = ""
         swap = self._swaps.setdefault(said.worker, _Swap(since_s=now_s))
@@ -314,7 +314,7 @@ class Swaps:
         if worker is None or swap is None:
             return
         self._quiet_until_s = -inf
-        models = tuple(swap.can_load) or worker.models
+        models = tuple(swap.can_load) or worker.up.models
         self._workers.set_models(worker, models, is_swapping=swap.phase is not Phase.SERVES)
         if self._placement is not None:
             later = {model: at_s for model, at_s in swap.not_before_s.items() if at_s > now_s}
@@ -327,7 +327,7 @@ class Swaps:
                 self._placement.can_load(name, can, now_s)
         # One that has not said its models was taken to have the only one; it has none if its agent serves none.
         has_none = not swap.served and bool(models) and worker.pool is not self._workers.nobody
-        if worker.loaded != swap.served or has_none:
+        if worker.up.loaded != swap.served or has_none:
             self._rehome(worker, swap.served, now_s)
 
     def _order(self, name: str, swap: _Swap) -> Exchange:

@@ -114,9 +114,7 @@ class Throttling:
     def begun(self, event: Begun, now_s: float) -> None:
         """A gateway tells a router that it has not met before what it remembers."""
         self._interactions.tick(now_s)
-        for (client, app, interaction, calls), due in zip(
-            event.interactions, event.dues_or_none(), strict=True
-        ):
+        for client, app, interaction, calls, due in event.interactions:
             name = Interaction(client, app, interaction)
             self._interactions.resume(name, calls)
             if due is not None and self._interactions.promised(name) is None:

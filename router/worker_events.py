@@ -57,11 +57,11 @@ class WorkerEvents:
     def up(self, event: WorkerUp, now_s: float, peer: bytes) -> None:
         """It is up, or what is known of it has changed. At another address, or with another model, it is a new one."""
         known = self._workers.get(event.worker)
-        has_same = known is not None and (not event.models or known.loaded == event.loaded)
-        if known is not None and has_same and (known.url, known.kv) == (event.url, event.kv):
-            self._changed(known, event, now_s)
-            return
         if known is not None:
+            has_same = not event.models or known.up.loaded == event.loaded
+            if has_same and (known.up.url, known.up.kv) == (event.url, event.kv):
+                self._changed(known, event, now_s)
+                return
             self.gone(event.worker, now_s)
         worker = self._workers.add(event)
         self._tree.add_worker(event.worker, has_events=event.kv is not None)
@@ -121,8 +121,8 @@ class WorkerEvents:
         if worker is None:
             return
         self._throttling.load(event, now_s)
-        if 0 < event.size_tokens <= MOST_COUNT and event.size_tokens != worker.kv_tokens:
-            worker.kv_tokens = event.size_tokens
+        if 0 < event.size_tokens <= MOST_COUNT and event.size_tokens != worker.up.kv_tokens:
+            worker.change(kv_tokens=event.size_tokens)
             self._equip(worker, now_s)
             self._resize()
 
@@ -166,16 +166,19 @@ class WorkerEvents:
         return worker
 
     def _changed(self, known: Worker, event: WorkerUp, now_s: float) -> None:
-        known.models = event.models or known.models
-        known.replay, known.load_address = event.replay, event.load
-        known.listed = event.listed  # the latest list holds
+        before = known.up
+        known.change(
+            models=event.models or before.models,
+            replay=event.replay,
+            load=event.load,
+            listed=event.listed,  # the latest list holds
+            capacity=event.capacity,
+            kv_tokens=event.kv_tokens or before.kv_tokens,
+            chunk_tokens=event.chunk_tokens or before.chunk_tokens,
+        )
         self._workers.set_draining(known, False)
-        if known.capacity != event.capacity:
-            known.capacity = event.capacity
-            known.count(0)
+        if before.capacity != event.capacity:
             known.pool.placement.worker_changed(event.worker, event.capacity)
-        known.kv_tokens = event.kv_tokens or known.kv_tokens
-        known.chunk_tokens = event.chunk_tokens or known.chunk_tokens
         self._equip(known, now_s)
         self._resize()
 
@@ -186,15 +189,15 @@ class WorkerEvents:
         self._swapping.equip(
             worker.name,
             loaded=None if worker.pool is self._workers.nobody else worker.pool.model,
-            kv_tokens=worker.kv_tokens or None,
-            chunk_tokens=worker.chunk_tokens or None,
+            kv_tokens=worker.up.kv_tokens or None,
+            chunk_tokens=worker.up.chunk_tokens or None,
             now_s=now_s,
         )
 
     def _resize(self) -> None:
         """The tree evicts nothing before the workers do."""
         if self._resizes_tree:
-            self._tree.resize(max(LEAST_TREE_TOKENS, sum(worker.kv_tokens for worker in self._workers)))
+            self._tree.resize(max(LEAST_TREE_TOKENS, sum(worker.up.kv_tokens for worker in self._workers)))
 
     def _health_changed(self, worker: Worker) -> None:
         """A worker that did not answer may have restarted: what it caches is learnt anew."""

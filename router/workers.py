@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 
+import msgspec
+
 from router.events import Posted, Workers, WorkerUp
 from router.models import meant
 from router.placement.contract import Holding, Placement
@@ -38,25 +40,12 @@ class Pool:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker that is up. Placements see it as a `WorkerView`."""
+    """A worker that is up, as `up` says. Placements see it as a `WorkerView`."""
 
-    name: str
-    url: str
-    kv: str | None
-    replay: str | None
-    capacity: float
+    up: WorkerUp
     pool: Pool
-    load_address: str | None = None
-    """Where it says how much it has to do."""
-    models: tuple[str, ...] = ()
-    """Those that it can load; (): it does not say."""
-    loaded: str = ""
-    kv_tokens: int = 0
-    """Of its KV cache, as it said last; 0: it does not say."""
-    chunk_tokens: int = 0
-    """Of a prefill chunk; 0: it does not say."""
-    listed: str = ""
-    """The list that names it; "": none does."""
+    name: str = field(init=False)
+    capacity: float = field(init=False)
     draining: bool = False
     swapping: bool = False
     """It is about to load another model, or does."""
@@ -75,6 +64,9 @@ class Worker:
     placed: Counter[str] = field(default_factory=Counter)
     """Requests that it was given, by the reason."""
 
+    def __post_init__(self) -> None:
+        self.name, self.capacity = self.up.worker, self.up.capacity
+
     @property
     def sick(self) -> bool:
         """Whether any peer says that it does not answer."""
@@ -85,21 +77,11 @@ class Worker:
         """Whether it may get new requests."""
         return not (self.draining or self.sick or self.swapping)
 
-    def told(self) -> WorkerUp:
-        """What its `WorkerUp` has said."""
-        return WorkerUp(
-            self.name,
-            self.url,
-            self.kv,
-            self.replay,
-            self.capacity,
-            self.load_address,
-            self.models,
-            self.loaded,
-            self.kv_tokens,
-            self.chunk_tokens,
-            self.listed,
-        )
+    def change(self, **fields: object) -> None:
+        """These fields of `up` are others from now on."""
+        self.up = msgspec.structs.replace(self.up, **fields)
+        self.capacity = self.up.capacity
+        self.count(0)
 
     def count(self, requests: int) -> None:
         """Adds `requests` (negative: takes away) to those in flight."""
@@ -188,21 +170,7 @@ class WorkerTable:
         """A worker that was not up before."""
         assert up.worker not in self.by_name, up.worker
         self._learn_all(up.models)
-        pool = self._pool_of(up.models, up.loaded)
-        worker = Worker(
-            up.worker,
-            up.url,
-            up.kv,
-            up.replay,
-            up.capacity,
-            pool,
-            up.load,
-            up.models,
-            up.loaded,
-            up.kv_tokens,
-            up.chunk_tokens,
-            up.listed,
-        )
+        worker = Worker(up, self._pool_of(up))
         # Ties go to the worker that was sent fewer tokens: a newcomer must not win all of them.
         worker.dispatched_tokens = min((other.dispatched_tokens for other in self), default=0)
         self.by_name = dict(sorted({**self.by_name, up.worker: worker}.items()))
@@ -221,16 +189,17 @@ class WorkerTable:
 
     def set_models(self, worker: Worker, models: tuple[str, ...], *, is_swapping: bool) -> None:
         """Which models `worker` can load, and whether it takes nothing because it is about to load one."""
-        if (worker.models, worker.swapping) == (models, is_swapping):
+        if (worker.up.models, worker.swapping) == (models, is_swapping):
             return
-        worker.models, worker.swapping = models, is_swapping
+        worker.swapping = is_swapping
+        worker.change(models=models, loaded=worker.up.loaded if worker.up.loaded in models else "")
         self._learn_all(models)
         self._list_taking()
 
     def set_loaded(self, worker: Worker, model: str) -> None:
         """`worker`, which can load it, serves `model` from here on; "": none."""
-        worker.loaded = model
-        worker.pool = self._pool_of(worker.models, model)
+        worker.change(loaded=model)
+        worker.pool = self._pool_of(worker.up)
         self._list_taking()
 
     def look_again(self) -> None:
@@ -255,7 +224,7 @@ class WorkerTable:
         """The answer to `Follow`."""
         return Workers(
             request_id,
-            tuple(worker.told() for worker in self),
+            tuple(worker.up for worker in self),
             draining=tuple(w.name for w in self if w.draining),
             sick=tuple(w.name for w in self if w.sick),
             limits=limits,
@@ -276,8 +245,8 @@ class WorkerTable:
             return f"no worker{which} takes requests: each drains or does not answer"
         return f"every worker{which} that is up is excluded"
 
-    def _pool_of(self, models: tuple[str, ...], loaded: str) -> Pool:
-        model = None if models and not loaded else meant(loaded, self._known)
+    def _pool_of(self, up: WorkerUp) -> Pool:
+        model = None if up.models and not up.loaded else meant(up.loaded, self._known)
         return self.nobody if model is None else self.pools[model]
 
     def _learn_all(self, models: Iterable[str]) -> None:
@@ -309,4 +278,4 @@ class WorkerTable:
 
     def _is_meant(self, worker: Worker) -> bool:
         """Whether requests for its pool's model can be for it, too; not if it says nothing, and there are others."""
-        return worker.pool is not self.nobody and meant(worker.loaded, self._known) == worker.pool.model
+        return worker.pool is not self.nobody and meant(worker.up.loaded, self._known) == worker.pool.model

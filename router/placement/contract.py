@@ -6,9 +6,10 @@ keeps (credits, pointers, costs) is its own, and bounded in the number of client
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+
+import msgspec
 
 from router.events import Outcome
 from router.radix import Match
@@ -16,8 +17,7 @@ from sglang_fair.common.deadlines import Promise
 from sglang_fair.common.weights import Weights
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, gc=False):
     """One request that needs a worker. `tokens` is its prompt, of `input_tokens` tokens."""
 
     id: str
@@ -43,8 +43,7 @@ class Request:
     """1: it was placed ahead of its client's share (`Queued`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True, gc=False):
     """A placed request that is over, however it ended."""
 
     request: Request

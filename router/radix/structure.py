@@ -7,10 +7,11 @@ Nothing costs Python time per token: comparisons are `memcmp` on bytes, and only
 the tree is compared by numpy, in pieces that grow.
 """
 
+from collections import OrderedDict
+
 import numpy as np
 
 from router.events import TOKEN_BYTES
-from router.radix.eviction import EvictionOrder
 from router.radix.node import Node, Root, live
 
 _FIRST_PIECE = 1024
@@ -18,15 +19,16 @@ _FIRST_PIECE = 1024
 
 
 class Structure:
-    """The nodes, and their number and tokens. It keeps the nodes that no request refers to in the eviction order."""
+    """The nodes, and their number and tokens."""
 
-    def __init__(self, page_size: int, evictable: EvictionOrder) -> None:
+    def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.tokens = 0
         self.nodes = 0
         self.roots: dict[str, Root] = {}
-        self.evictable = evictable
+        self.evictable: OrderedDict[Node, None] = OrderedDict()
+        """The nodes that no request in flight refers to, the least recently used first."""
 
     def root(self, namespace: str) -> Root:
         """The root of `namespace`, made if missing."""
@@ -94,8 +96,22 @@ class Structure:
         upper.children = {node.key[: self.page_bytes]: node}
         self.nodes += 1
         if not upper.refs:
-            self.evictable.add(upper)
+            self.used(upper)
         return upper
+
+    def used(self, node: Node) -> None:
+        """`node`, to which no request refers, was used just now."""
+        self.evictable[node] = None
+        self.evictable.move_to_end(node)
+
+    def next_leaf(self) -> Node | None:
+        """The leaf that was not used for longest; None if all that is left is in use."""
+        while self.evictable:
+            node = next(iter(self.evictable))
+            if not node.children:
+                return node
+            self.evictable.move_to_end(node)  # divided since it was used
+        return None
 
     def tidy(self, node: Node) -> None:
         """Removes a node without holders, and joins one to its only child if their holders are the same."""
@@ -130,7 +146,7 @@ class Structure:
         assert parent is not None
         assert not node.children
         parent.remove_child(node.key[: self.page_bytes])
-        self.evictable.discard(node)
+        self.evictable.pop(node, None)
         self.nodes -= 1
         self.tokens -= node.end - node.start
         node.leave()
@@ -143,6 +159,6 @@ class Structure:
         child.key = node.key + child.key
         child.start = node.start
         child.parent = parent
-        self.evictable.discard(node)
+        self.evictable.pop(node, None)
         node.leave(alias=child)
         self.nodes -= 1

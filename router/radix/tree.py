@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from router.events import TOKEN_BYTES
 from router.radix.blocks import BlockIndex, Run
-from router.radix.eviction import EvictionOrder
 from router.radix.masks import WorkerBits, bits
 from router.radix.node import NO_REFS, Node, live, spanning, upwards
 from router.radix.structure import Structure
@@ -68,10 +67,9 @@ class RadixTree:
     """The tree of all workers and namespaces. What is of several models has several namespaces (`workers.Pool.key`).
 
     Memory is bounded by `max_tree_tokens` plus the prompts in flight. Beyond, leaves are evicted that no request in
-    flight refers to: first those that no event has confirmed, then the least recently used. That happens when a
-    request ends and when an event comes, not while a request waits for its placement. One request adds at most
-    1 / `hold_part` of the limit to the tree, so that a long prompt does not push out what others have cached; None: all
-    of it.
+    flight refers to, the least recently used first. That happens when a request ends and when an event comes, not while
+    a request waits for its placement. One request adds at most 1 / `hold_part` of the limit to the tree, so that a long
+    prompt does not push out what others have cached; None: all of it.
     """
 
     def __init__(
@@ -91,13 +89,13 @@ class RadixTree:
         self.misfits = 0
         self.evicted_tokens = 0
         self._hold_part = hold_part
-        self._evictable = EvictionOrder()
-        self._structure = Structure(page_size, self._evictable)
+        self._structure = Structure(page_size)
         self._blocks = BlockIndex()
         self._workers = WorkerBits()
         self._holdings: dict[int, _Holdings] = {}
         """By worker bit."""
-        self._lingering: dict[Node, list[Hold]] = {}
+        self._assumed = 0
+        """Mask of the workers that send no usable events."""
 
     @property
     def tokens(self) -> int:
@@ -119,7 +117,7 @@ class RadixTree:
         """From now on `worker` can hold prefixes. Without events it is taken to keep what it has served."""
         bit = self._workers.add(worker)
         if not has_events:
-            self._evictable.assumed |= bit
+            self._assumed |= bit
         self._holdings[bit] = _Holdings(self.page_size)
 
     def remove_worker(self, worker: str) -> None:
@@ -130,7 +128,7 @@ class RadixTree:
         self.clear(worker)
         self._workers.remove(worker)
         del self._holdings[bit]
-        self._evictable.assumed &= ~bit
+        self._assumed &= ~bit
 
     def worker_tokens(self, worker: str) -> int:
         """Tokens that `worker` is confirmed (or, without events, assumed) to hold."""
@@ -199,7 +197,7 @@ class RadixTree:
             leaf = structure.grow(*match.end, match.tokens, tokens, usable)
         for node in upwards(leaf):
             if not node.refs:
-                self._evictable.discard(node)
+                structure.evictable.pop(node, None)
                 node.refs = {bit: 1}
                 node.held = bit
             else:
@@ -216,9 +214,7 @@ class RadixTree:
             return
         bit = hold.bit
         self._holdings[bit].holds.discard(hold)
-        if self._lingering:
-            self._stop_lingering(leaf, hold)
-        keeps = served and bool(bit & self._evictable.assumed)
+        keeps = served and bool(bit & self._assumed)
         for node in upwards(leaf):
             count = node.refs[bit] - 1
             if count:
@@ -230,17 +226,9 @@ class RadixTree:
                 self._confirm(node, bit)
             if not node.refs:
                 node.refs = NO_REFS
-                self._evictable.add(node)
+                self._structure.used(node)
         self._structure.tidy_upwards(leaf)
         self._shrink()
-
-    def linger(self, hold: Hold) -> None:
-        """The request is over, and its worker's events will soon say what is left of its prefix.
-
-        It stays held until an event confirms it, or until it is released. After the event, only events count.
-        """
-        if hold.leaf is not None:
-            self._lingering.setdefault(hold.leaf, []).append(hold)
 
     def is_confirmed(self, hold: Hold) -> bool:
         """Whether the worker's own events say that it has all that `hold` stands for."""
@@ -265,7 +253,7 @@ class RadixTree:
         bit, structure = self._workers.of[worker], self._structure
         if block_tokens % self.page_size:
             self.misfits += 1
-            self._evictable.assumed |= bit
+            self._assumed |= bit
             return
         if len(tokens) != len(hashes) * block_tokens * TOKEN_BYTES:
             self.misfits += 1
@@ -282,19 +270,14 @@ class RadixTree:
                 return
             anchor, depth = above
             leaf = structure.claim(anchor, depth, tokens, len(tokens))
-        settled: list[Hold] = []
         for node in upwards(leaf):
             if node.start >= depth:
                 self._confirm(node, bit)
-                if self._lingering and node in self._lingering:
-                    settled += [hold for hold in self._lingering[node] if hold.bit == bit]
             if not node.refs:
-                self._evictable.add(node)
+                structure.used(node)
         self._holdings[bit].block_tokens = block_tokens
         self._blocks.add(hashes, leaf, leaf.end, block_tokens)
         structure.tidy_upwards(leaf)
-        for hold in settled:
-            self.release(hold)
         self._shrink()
 
     def removed(self, worker: str, hashes: tuple[int, ...]) -> None:
@@ -353,14 +336,6 @@ class RadixTree:
         if node.confirmed & bit:
             node.confirmed &= ~bit
             self._holdings[bit].tokens -= node.end - node.start
-            self._evictable.unconfirm(node)
-
-    def _stop_lingering(self, leaf: Node, hold: Hold) -> None:
-        holds = self._lingering.get(leaf)
-        if holds is not None and hold in holds:
-            holds.remove(hold)
-            if not holds:
-                del self._lingering[leaf]
 
     def _clear_block(self, node: Node, start: int, bit: int) -> None:
         """Worker `bit` does not hold the block from `start` that ends in `node`, nor anything below.
@@ -393,7 +368,7 @@ class RadixTree:
     def _shrink(self) -> None:
         """Evicts leaves until the tree is small enough, or all that is left is in use."""
         while self._structure.tokens > self.max_tree_tokens:
-            leaf = self._evictable.next_leaf()
+            leaf = self._structure.next_leaf()
             if leaf is None:
                 return
             self._evict(leaf)

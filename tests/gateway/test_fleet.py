@@ -101,6 +101,6 @@ def test_what_the_router_never_heard_of_is_not_ended_there() -> None:
     fleet.begin(arrive, Place("x", "r0", "http://r0", 0), None)
     assert not fleet.end(Done("x"))
     fleet.begin(arrive, Place("x", "r0", "http://r0", 0), None)
-    assert fleet.side().settle(Difference("", ("x",), ())) == [Running("x", "c", "r0", b"")]
+    assert fleet.side().settle(Difference("", ("x",), ())) == [Running("x", "c", b"", worker="r0")]
     assert fleet.side().settle(Difference("", (), ("x",))) == [], "it runs: an answer to an old table"
     assert fleet.end(Done("x")), "it has been told"

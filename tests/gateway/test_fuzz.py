@@ -51,7 +51,7 @@ counts = st.integers(0, 1 << 40)
 hashes = st.integers(-9, 9)
 events = st.one_of(
     st.builds(Arrive, names, names, tokens, counts, names, st.tuples(names)),
-    st.builds(Running, names, names, names, tokens, counts, names, counts),
+    st.builds(Running, names, names, tokens, counts, names, worker=names, output_tokens=counts),
     st.builds(Progress, names, counts),
     st.builds(Done, names, counts, st.none() | counts, st.sampled_from(["ok", "aborted", "failed"])),
     st.builds(Table, names, st.lists(names).map(tuple)),

@@ -196,7 +196,7 @@ async def test_who_was_let_in_is_not_throttled_after_a_restart() -> None:
         await asyncio.sleep(LONG_S)
         wire.restart(throttled())
         for number in range(2):  # the new router has let as many in as it does in a minute
-            wire.core.handle(Arrive(f"x{number}", "c", b"", model="a", may_hold=True), LONG_S, b"other")
+            wire.core.handle(Arrive(f"x{number}", "c", b"", model="a"), LONG_S, b"other")
         await asyncio.sleep(30.0)
         assert not second.done()
         assert [event.attempt for event in wire.asked("2")] == [0, 1]

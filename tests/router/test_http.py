@@ -151,7 +151,7 @@ def test_numbers_of_queues_that_are_planned() -> None:
         due = Due("interactive", 20.0, 20.0)
         gateway = wire.new_peer()
         for number in range(6):
-            gateway.tell(Arrive(str(number), "c", tokens, 10, may_hold=True, due=due))
+            gateway.tell(Arrive(str(number), "c", tokens, 10, due=due))
         wait_until(lambda: wire.peer.state()["counts"].get("arrived") == 6, "all have come")
         held = wire.peer.state()["waiting"]
         assert held
@@ -187,7 +187,7 @@ def test_nothing_is_left_of_it() -> None:
 
 def test_why_a_replica_was_chosen() -> None:
     pool = Pool("", RoundRobin())
-    workers = [Worker(name, "", None, None, 1.0, pool) for name in ("r0", "r1", "r2")]
+    workers = [Worker(WorkerUp(name, ""), pool) for name in ("r0", "r1", "r2")]
     request = Request("q", "c", b"", 0, 0, 0.0)
     match = Match(8, ("r0", "r1"), {"r0": 8, "r1": 8, "r2": 4})
 

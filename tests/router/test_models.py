@@ -45,7 +45,7 @@ def router(placement: str = "d2lpm-queue", *workers: WorkerUp, **options: Any) -
 
 
 def ask(made: Router, name: str, model: str = "", now_s: float = 0.0, **more: Any) -> Place | Refuse:
-    values = {"client": "c", "tokens": PROMPT, "may_hold": True} | more
+    values = {"client": "c", "tokens": PROMPT} | more
     actions = made.handle(Arrive(name, model=model, **values), now_s, PEER)
     ((_, answer),) = [one for one in actions if not isinstance(one[1], Held)]
     assert isinstance(answer, Place | Refuse)
@@ -107,7 +107,7 @@ def test_one_queue_of_all_models_leaves_no_worker_idle() -> None:
     for number in range(slots):
         assert worker(made, f"a{number}", "a") == "w0"
     for number in range(5):
-        actions = made.handle(Arrive(f"x{number}", "c", PROMPT, model="a", may_hold=True), 0.0, PEER)
+        actions = made.handle(Arrive(f"x{number}", "c", PROMPT, model="a"), 0.0, PEER)
         assert [type(answer) for _, answer in actions] == [Held]
     assert worker(made, "b", "b") == "w1", "those that wait for the other model are not in its way"
     ((_, place),) = made.handle(Done("a0"), 0.0, PEER)
@@ -120,7 +120,7 @@ def test_what_waits_for_a_model_without_workers_is_refused() -> None:
         made.handle(one, 0.0)
     for model in "ab":
         assert isinstance(ask(made, f"{model}0", model), Place)
-        assert made.handle(Arrive(f"{model}1", "c", PROMPT, model=model, may_hold=True), 0.0, PEER)
+        assert made.handle(Arrive(f"{model}1", "c", PROMPT, model=model), 0.0, PEER)
     actions = made.handle(WorkerDown("w1"), 0.0, PEER)
     assert actions == [(PEER, Refuse("b1", "no worker of model b is up", True))]
     assert made.state()["waiting"] == 1
@@ -180,13 +180,16 @@ def test_peers_that_say_no_model_mean_the_only_one() -> None:
 
 
 def test_messages_of_before_are_understood_and_say_what_they_said() -> None:
-    for event in (Arrive("1", "c", PROMPT), WorkerUp("w0", "http://w0"), Running("1", "c", "w0", PROMPT)):
+    for event in (
+        Arrive("1", "c", PROMPT),
+        WorkerUp("w0", "http://w0"),
+        Running("1", "c", PROMPT, worker="w0"),
+    ):
         encoded = encode(event)
         assert decode_event(encoded) == event
         assert b"model" not in encoded
         assert b"loaded" not in encoded
         assert b"due" not in encoded
-        assert b"may_hold" not in encoded
 
 
 def test_a_worker_has_only_what_it_can_load() -> None:
@@ -236,7 +239,7 @@ def test_a_deadline_is_kept_by_the_router_s_clock_and_told_as_what_is_left() -> 
     made.handle(up("w0"), 1000.0)
     ask(made, "1", now_s=1000.0)
     due = Due("batch-1", 60.0, 50.0)
-    made.handle(Arrive("2", "c", PROMPT, may_hold=True, due=due), 1000.0, PEER)
+    made.handle(Arrive("2", "c", PROMPT, due=due), 1000.0, PEER)
     ((_, place),) = made.handle(Done("1"), 1030.0, PEER)
     assert place.due == Due("batch-1", 60.0, 20.0)
     assert made.handle(Table("", ("2",)), 1031.0, PEER)
@@ -271,7 +274,7 @@ def test_later_calls_keep_class_and_start_of_the_first_in_the_queues() -> None:
         ("later", {"due": batch, "interaction": "i"}),
         ("alone", {"due": batch}),
     ):
-        actions = made.handle(Arrive(name, "c", PROMPT, may_hold=True, **values), 5.0, PEER)
+        actions = made.handle(Arrive(name, "c", PROMPT, **values), 5.0, PEER)
         assert actions == [(PEER, Held(name))]
     groups = {name: made.waiting.queued.standing(name, 5.0)["group"] for name in ("since", "later", "alone")}
     assert groups["since"] == groups["later"] != groups["alone"]
@@ -289,13 +292,11 @@ def test_a_router_that_was_restarted_hears_when_interactions_are_due() -> None:
     """From the gateway that served their first calls; the next one may come through another gateway."""
     made = router("d2lpm-queue", up("w0"))
     first = Due("batch-1", 60.0, 10.0)
-    rows = (("c", "", "i", 2), ("c", "", "j", 1), ("c", "", "k", 1))
-    made.handle(decode_event(encode(Begun(rows, (first, None)))), 0.0, b"h")
+    rows = (("c", "", "i", 2, first), ("c", "", "j", 1, None), ("c", "", "k", 1, None))
+    made.handle(decode_event(encode(Begun(rows))), 0.0, b"h")
     fresh = Due("interactive", 20.0, 20.0)
     asked = [ask(made, name, interaction=name, due=fresh) for name in "ijk"]
     assert [one.due for one in asked if isinstance(one, Place)] == [first, fresh, fresh]
-    made.handle(Begun(rows[:1], (first, first, first)), 1.0, b"h")
-    made.handle(Begun((), (first,)), 1.0, b"h")
 
 
 def test_a_router_that_was_restarted_takes_the_gateway_s_word() -> None:

@@ -68,7 +68,7 @@ def script(seed: int, steps: int) -> Iterator[tuple[str, object]]:
             yield (
                 "arrive",
                 Arrive(
-                    f"{number:08x}", client, prompt, rng.choice([0, 20]), exclude=exclude, may_hold=True,
+                    f"{number:08x}", client, prompt, rng.choice([0, 20]), exclude=exclude,
                     due=due, interaction=rng.choice(["", "i", "j"]),
                 ),
             )  # fmt: skip
@@ -560,11 +560,11 @@ def test_centralized_dlpm_answers_when_a_slot_is_free():
     for request in ("1", "2"):
         ((peer, answer),) = router.handle(Arrive(request, "f", ids(1, 2)), 0.0, b"g")
         assert (peer, answer.id, answer.worker) == (b"g", request, "a")
-    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == []
-    assert router.handle(Arrive("4", "f", ids(1, 2)), 0.0, b"g") == []
+    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == [(b"h", Held("3"))]
+    assert router.handle(Arrive("4", "f", ids(1, 2)), 0.0, b"g") == [(b"g", Held("4"))]
     assert (router.state()["in_flight"], router.state()["waiting"]) == (2, 2)
-    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == []  # asked again, and first as before
-    assert router.handle(Arrive("4", "f", ids(1, 2), exclude=("z",)), 0.0, b"g") == []
+    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == [(b"h", Held("3"))]  # and first as before
+    assert router.handle(Arrive("4", "f", ids(1, 2), exclude=("z",)), 0.0, b"g") == [(b"g", Held("4"))]
     ((_, refused),) = router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"g")
     assert isinstance(refused, Refuse)
     assert router.handle(Done("4", outcome="aborted"), 0.0, b"g") == []  # its client left
@@ -579,7 +579,7 @@ def test_centralized_dlpm_new_workers_pull_and_what_went_elsewhere_waits_no_more
     router = centralized("a", slots=1)
     for number in range(4):
         router.handle(Arrive(str(number), "f", ids(1, 2), exclude=("b",) if number == 1 else ()), 0.0)
-    assert router.handle(Running("3", "f", "a", ids(1, 2)), 0.0) == []
+    assert router.handle(Running("3", "f", ids(1, 2), worker="a"), 0.0) == []
     assert router.state()["waiting"] == 2
     ((_, answer),) = router.handle(WorkerUp("b", "http://b"), 0.0)
     assert (answer.id, answer.worker) == ("2", "b")  # the one before it does not want "b"
@@ -595,19 +595,23 @@ def test_centralized_dlpm_new_workers_pull_and_what_went_elsewhere_waits_no_more
 def test_centralized_dlpm_shares_its_queue(monkeypatch):
     monkeypatch.setattr("router.waiting.MAX_WAITING", 4)
     router = centralized("a", slots=1)
-    answers = [router.handle(Arrive(str(number), "flood", b""), 0.0) for number in range(4)]
-    assert [len(answer) for answer in answers] == [1, 0, 0, 1]
+
+    def ask(name: str, client: str, now_s: float) -> object:
+        ((_, answer),) = router.handle(Arrive(name, client, b""), now_s)
+        return answer
+
+    answers = [ask(str(number), "flood", 0.0) for number in range(4)]
     reason = "too many requests wait for a worker: 2 of this client"
-    assert answers[3][0][1] == Refuse("3", reason, retry=True, is_full=True)
-    assert router.handle(Arrive("4", "modest", b""), 0.0) == [], "it may wait"
+    assert answers[1:] == [Held("1"), Held("2"), Refuse("3", reason, retry=True, is_full=True)]
+    assert ask("4", "modest", 0.0) == Held("4"), "it may wait"
     router.handle(Done("2", outcome="aborted"), 1.0)
-    assert router.handle(Arrive("5", "flood", b""), 1.0) == [], "there is room where one was given up"
+    assert ask("5", "flood", 1.0) == Held("5"), "there is room where one was given up"
     for _ in range(4):
         [flight] = router.flights.by_id
         router.handle(Done(flight), 2.0)
     assert router.state()["in_flight"] == 0
-    answers = [router.handle(Arrive(f"n{number}", "flood", b""), 3.0) for number in range(4)]
-    assert [len(answer) for answer in answers] == [1, 0, 0, 1], "all of it is there again"
+    kinds = [type(ask(f"n{number}", "flood", 3.0)) for number in range(4)]
+    assert kinds == [Place, Held, Held, Refuse], "all of it is there again"
 
 
 def test_centralized_dlpm_follows_prefixes_and_keeps_the_bound_of_one_queue():
@@ -624,7 +628,7 @@ def test_centralized_dlpm_follows_prefixes_and_keeps_the_bound_of_one_queue():
         take(router.handle(Arrive(f"{client}{name:06}", client, tokens), 0.0))
 
     def take(actions) -> None:
-        for _, place in actions:
+        for place in (answer for _, answer in actions if isinstance(answer, Place)):
             cost = prompt - place.matched_tokens
             service[place.id[0]] += cost
             running[place.id] = (place.id[0], cost)
@@ -656,9 +660,10 @@ def test_centralized_dlpm_new_names_do_not_pay_for_the_next_ones():
 
     def ask(client: str, number: int) -> None:
         tokens = ids(*[number + 9] * prompt)
-        answers.extend(
-            place.id for _, place in router.handle(Arrive(f"{client} {number}", client, tokens), 0.0)
-        )
+        take(router.handle(Arrive(f"{client} {number}", client, tokens), 0.0))
+
+    def take(actions) -> None:
+        answers.extend(answer.id for _, answer in actions if isinstance(answer, Place))
 
     ask("known", 0)
     ask("known", 1)
@@ -670,7 +675,7 @@ def test_centralized_dlpm_new_names_do_not_pay_for_the_next_ones():
         ask("known" if kind == "known" else f"name {number}", number)
         if number == 2:
             ask(f"name {number} too", number)
-        answers.extend(place.id for _, place in router.handle(Done(request, output), 0.0))
+        take(router.handle(Done(request, output), 0.0))
     share = service["known"] / (service["known"] + service["name"])
     assert share == pytest.approx(1 / (1 + 4 + 520 / quantum), rel=0.25)
     assert len(router.placements.first._dlpm.counters()) < 200

@@ -79,7 +79,7 @@ class Site:
         client = self.random.choice(["x", "y", "z"])
         due = Due(f"c{slo_s:g}", slo_s, slo_s)
         model = self.random.choice(MODELS)
-        self.handle(Arrive(name, client, tokens, 50, may_hold=True, due=due, model=model))
+        self.handle(Arrive(name, client, tokens, 50, due=due, model=model))
 
     def end(self) -> None:
         if self.running:
@@ -215,7 +215,7 @@ def test_late_is_where_nobody_could_help_for_two_looks() -> None:
     for number in range(60):  # of as many clients: all are within their share
         tokens = np.array([number] * 100, "<u4").tobytes()
         due = Due("c", 6.0, 6.0)
-        site.handle(Arrive(str(number), f"c{number}", tokens, 5_000, may_hold=True, due=due, model="a"))
+        site.handle(Arrive(str(number), f"c{number}", tokens, 5_000, due=due, model="a"))
     site.arrived = 60
     assert not qlm.late(site.now_s)
     seen = []
@@ -343,8 +343,8 @@ def router() -> tuple[Router, Queues]:
 
 def test_who_waits_is_explained() -> None:
     made, held = router()
-    made.handle(Arrive("1", "c", b"", may_hold=True), 0.0, b"g")
-    made.handle(Arrive("2", "c", b"", may_hold=True), 0.001, b"g")
+    made.handle(Arrive("1", "c", b""), 0.0, b"g")
+    made.handle(Arrive("2", "c", b""), 0.001, b"g")
     (one,), (two,) = (made.record.find(name, None, 0.0) for name in "12")
     assert (one["standing"], two["standing"]) == ({"group": 1, "ahead": True}, {"group": 1, "ahead": False})
     assert made.waiting.with_standing(one, 0.0)["stands"] == {"group": 1, "ahead": True}
@@ -355,7 +355,7 @@ def test_who_waits_is_explained() -> None:
 
 def test_time_alone_places_what_waits() -> None:
     made, held = router()
-    assert made.handle(Arrive("1", "c", b"", may_hold=True), 0.0, b"g") == [(b"g", Held("1"))]
+    assert made.handle(Arrive("1", "c", b""), 0.0, b"g") == [(b"g", Held("1"))]
     held.let_go = 1
     ((peer, answer),) = made.handle(Tick(), 1.0)
     assert (peer, type(answer)) == (b"g", Place)
@@ -370,7 +370,7 @@ def test_deadlines_that_will_be_missed_are_overload() -> None:
     names = iter(range(100))
 
     def refused(now_s: float) -> Refuse | None:
-        actions = made.handle(Arrive(str(next(names)), "c", b"", may_hold=True), now_s, b"g")
+        actions = made.handle(Arrive(str(next(names)), "c", b""), now_s, b"g")
         return next((one for _, one in actions if isinstance(one, Refuse)), None)
 
     made.handle(Tick(), 0.5)

@@ -259,16 +259,16 @@ def test_branches_are_where_other_prompts_left():
     assert tree.match(ids((1, 1, 2, 2, 3, 3, 9, 9))).tokens == 6
 
 
-def test_unconfirmed_leaves_go_first_then_the_oldest():
+def test_the_least_recently_used_leaves_go_first():
     tree = RadixTree(PAGE, max_tree_tokens=8)
     tree.add_worker("a")
     tree.add_worker("c", has_events=False)
-    tree.stored("a", (1, 2), None, ids((1, 1, 1, 1)), PAGE)
     tree.release(tree.hold("c", ids((2, 2, 2, 2))))
+    tree.stored("a", (1, 2), None, ids((1, 1, 1, 1)), PAGE)
+    tree.release(tree.hold("a", ids((1, 1, 1, 1))))
     tree.stored("a", (3,), None, ids((3, 3)), PAGE)
-    assert tree.match(ids((1, 1, 1, 1))).tokens == 4
     assert tree.match(ids((2, 2, 2, 2))).tokens == 0
-    assert tree.evicted_tokens == 4
+    assert (tree.match(ids((1, 1, 1, 1))).tokens, tree.evicted_tokens) == (4, 4)
     tree.release(tree.hold("a", ids((1, 1, 1, 1))))
     tree.stored("a", (4, 5), None, ids((4, 4, 4, 4)), PAGE)
     assert tree.match(ids((3, 3))).tokens == 0
@@ -329,7 +329,7 @@ def test_a_parent_that_was_used_longer_ago_than_its_children_stays():
     tree.stored("a", (4, 5), 1, ids((4, 4, 5, 5)), PAGE)
     tree.removed("a", (3,))
     tree.removed("a", (5,))
-    assert next(iter(tree._evictable.confirmed)).key == ids((1, 1))
+    assert next(iter(tree._structure.evictable)).key == ids((1, 1))
     tree.stored("a", (6, 7, 8, 9), None, ids((6, 6, 7, 7, 8, 8, 9, 9)), PAGE)
     check(tree)
     assert tree.match(ids((1, 1))).tokens == 2
@@ -338,41 +338,17 @@ def test_a_parent_that_was_used_longer_ago_than_its_children_stays():
 
 @settings(max_examples=examples(100))
 @given(STEPS, st.integers(PAGE, 60))
-def test_what_a_replica_holds_is_evicted_last_and_never_while_there_is_room(steps, max_tree_tokens):
+def test_nothing_is_evicted_while_there_is_room(steps, max_tree_tokens):
     pair = Pair(max_tree_tokens)
     tree = pair.tree
     for kind, worker, namespace, prompt, pick in steps:
-        held = {name: tree.worker_tokens(name) for name in ("a", "b")}
         evicted, tokens = tree.evicted_tokens, tree.tokens
         pair.step(kind, worker, namespace, prompt, pick)
         if tree.evicted_tokens > evicted:
             assert tokens + len(prompt) > max_tree_tokens
             assert tree.tokens > max_tree_tokens - 14  # no more than the leaves that it took
-        if kind in ("hold", "release") and any(tree.worker_tokens(name) < held[name] for name in held):
-            assert not tree._evictable.guessed
         if not tree.evicted_tokens:
             assert holdings(tree, worker) == pair.model.holdings(worker)
-
-
-def test_a_lingering_prefix_is_settled_by_its_own_worker_alone():
-    tree = RadixTree(PAGE)
-    for worker in "ab":
-        tree.add_worker(worker)
-    prompt = ids((1, 1, 2, 2))
-    holds = {worker: tree.hold(worker, prompt) for worker in "ab"}
-    for hold in holds.values():
-        tree.linger(hold)
-    tree.stored("a", (1,), None, prompt[:8], PAGE)
-    assert all(hold.leaf is not None for hold in holds.values())
-    tree.stored("a", (2,), 1, prompt[8:], PAGE)
-    assert holds["a"].leaf is None
-    assert holds["b"].leaf is not None
-    tree.removed("a", (2,))
-    assert tree.match(prompt).lengths == {"a": 2, "b": 4}
-    tree.release(holds["b"])
-    assert tree.match(prompt).lengths == {"a": 2}
-    check(tree)
-    assert not tree._lingering
 
 
 def test_a_bad_size_is_refused():

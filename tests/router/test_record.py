@@ -88,7 +88,7 @@ def test_what_was_excluded_and_what_was_the_only_one() -> None:
 def test_one_that_is_held_says_for_how_long_and_why() -> None:
     made = router("centralized_dlpm", workers=1, slots=1)
     made.handle(arrive("runs"), 1.0, b"g")
-    made.handle(arrive("waits", may_hold=True), 2.0, b"g")
+    made.handle(arrive("waits"), 2.0, b"g")
     (waits,) = explained(made, "waits", now_s=4.0)
     assert (waits["waited_s"], waits["worker"]) == (2.0, None)
     assert waits["waited_for"]
@@ -99,7 +99,7 @@ def test_one_that_is_held_says_for_how_long_and_why() -> None:
 
 def test_what_another_placed_and_what_is_lost_with_its_worker() -> None:
     made = router()
-    made.handle(Running("id", "c", "r1", pack_tokens(range(8))), 1.0, b"g")
+    made.handle(Running("id", "c", pack_tokens(range(8)), worker="r1"), 1.0, b"g")
     (told,) = explained(made, "id")
     assert (told["why"], told["worker"]["worker"]) == ("told", "r1")
     made.handle(WorkerDown("r1"), 2.0)
@@ -109,7 +109,7 @@ def test_what_another_placed_and_what_is_lost_with_its_worker() -> None:
 
 def test_what_is_forgotten_is_found_by_no_id_and_no_other_clients_request_by_its_name() -> None:
     made = router()
-    made.record._recent._most = 10
+    made.record._most = 10
     for number in range(30):
         made.handle(arrive(f"id{number}", f"c{number}", request="name"), 1.0, b"g")
         made.handle(Done(f"id{number}"), 1.0, b"g")

@@ -311,10 +311,10 @@ def test_a_replay_that_never_answers_is_given_up() -> None:
             silent.bind("tcp://127.0.0.1:*")
             w.peer.tell(WorkerUp("r0", "http://x", replica.kv, silent.getsockopt_string(zmq.LAST_ENDPOINT)))
             replica.subscribed()
+            wait_until(lambda: "r0" in w.shell._replicas, "it is followed")
             replica.publish(live=False)
             replica.publish(stored_prompt(10))
-            follower = w.shell._replicas["r0"].follower
-            wait_until(lambda: 1 in follower._held, "the second batch is held")
+            wait_until(lambda: 1 in w.shell._replicas["r0"].follower._held, "the second batch is held")
             w.now_s += 5.0
             assert w.peer.kv()["expected"] == 0
             w.now_s += 0.1
@@ -397,6 +397,7 @@ def test_malformed_frames_are_counted_and_survived(caplog: pytest.LogCaptureFixt
             )
             w.peer.tell(Stored("r0", (1,), None, b"", 1))
             w.peer.tell(WorkerUp("bad", "http://x", "nonsense"))
+        wait_until(lambda: replica.asked == [0], "the replay of the beginning")
         replica.send([b"kv", encode_sequence(0)])
         replica.send([b"kv", b"short", b""])
         replica.send([b"kv", encode_sequence(-7), b""])
@@ -518,7 +519,7 @@ def test_tables_are_compared_and_what_is_missing_is_taken_over() -> None:
         assert w.peer.ask(Table("t", ("b", "x"))) == Difference("t", ("x",), ("a",))
         w.peer.tell(Done("a"))
         for _ in range(2):
-            w.peer.tell(Running("x", "c", "r0", tokens, output_tokens=7))
+            w.peer.tell(Running("x", "c", tokens, worker="r0", output_tokens=7))
         assert w.peer.ask(Table("t", ("b", "x"))) == Difference("t", (), ())
         state = w.peer.state()
         assert state["workers"]["r0"]["in_flight"] == state["in_flight"] == 2

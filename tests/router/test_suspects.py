@@ -133,7 +133,6 @@ class Site:
                 one.client,
                 b"",
                 exclude=one.retries.excluded,
-                may_hold=True,
                 attempt=one.attempts - 1,
                 fingerprint=one.mark,
                 lost=len(one.retries.ended),
@@ -409,9 +408,7 @@ def test_who_waits_for_a_trial_is_known_to_its_gateway_and_goes_with_it() -> Non
     site.die(lost.worker)
     assert other.worker
     assert not lost.worker
-    assert site.tell(Arrive(name, "p0", b"", exclude=("r0", "r1"), may_hold=True))[0].retry, (
-        "no other is left"
-    )
+    assert site.tell(Arrive(name, "p0", b"", exclude=("r0", "r1")))[0].retry, "no other is left"
     lost.error = ""
     lost.attempts -= 1
     site.ask(site.name_of(lost))

@@ -83,7 +83,7 @@ def site(placement: Any = "d2lpm", *names: str, has: str = "a", **options: Any) 
 
 def ask(made: Router, name: str, model: str, now_s: float = 0.0) -> Any:
     """The answer; None if there is none yet."""
-    arrive = Arrive(name, "c", PROMPT, model=model, may_hold=True)
+    arrive = Arrive(name, "c", PROMPT, model=model)
     answers = [one for _, one in made.handle(arrive, now_s, PEER) if getattr(one, "id", "") == name]
     found = [one for one in answers if not isinstance(one, Held)]
     return found[0] if found else None
@@ -274,10 +274,10 @@ def test_a_router_that_was_restarted_counts_on_and_waits_for_what_is_under_way()
 def test_requests_that_ran_before_the_router_knew_the_model_are_told_again() -> None:
     made = Router(build("d2lpm"))
     made.handle(up("r0"), 0.0)
-    made.handle(Running("q", "c", "r0", PROMPT), 0.0, PEER)
+    made.handle(Running("q", "c", PROMPT, worker="r0"), 0.0, PEER)
     made.handle(says("r0", "a"), 0.5, b"x")
     assert worker(made, "r0")["in_flight"] == 0
-    made.handle(Running("q", "c", "r0", PROMPT), 1.0, PEER)
+    made.handle(Running("q", "c", PROMPT, worker="r0"), 1.0, PEER)
     assert worker(made, "r0")["in_flight"] == 1, "its gateway was asked, and it counts for its model"
 
 
@@ -366,7 +366,7 @@ def test_no_worker_is_sent_anything_while_it_swaps(name: str, steps: list[tuple[
             case "ask":
                 model_of[request] = model
                 tokens = pack_tokens(range(index, index + 16))
-                tell(Arrive(request, f"c{index}", tokens, model=model, may_hold=True), now_s)
+                tell(Arrive(request, f"c{index}", tokens, model=model), now_s)
             case "done" if at:
                 ended = list(at)[index % len(at)]
                 del at[ended]

@@ -137,7 +137,7 @@ def test_a_router_that_was_restarted_cuts_nothing() -> None:
         made.handle(Arrive(f"{number}", "c", PROMPT), 0.0)
     assert isinstance(ask(made, "new", "new"), Refuse)
     assert ask(made, "2nd", "served before", begun=1).call == 2  # type: ignore[union-attr]
-    made.handle(Running("r", "c", "a", PROMPT, interaction="in flight", begun=4), 0.1)
+    made.handle(Running("r", "c", PROMPT, worker="a", interaction="in flight", begun=4), 0.1)
     assert ask(made, "5th", "in flight", 0.2).call == 5  # type: ignore[union-attr]
 
 
@@ -381,8 +381,10 @@ def test_what_a_gateway_remembers_closes_nothing_and_opens_within_the_bounds() -
     for number in range(MOST_OPEN):
         assert isinstance(ask(made, f"{number}", f"{number}", 0.0, begun=1), Place)
         made.handle(Done(f"{number}"), 0.0, b"g")
-    told = [("c", "", f"told {number}", 3) for number in range(MOST_BEGUN - 4)]
-    odd = [("d", "", "", 3), ("d", "", "none", 0), ("d", "", "two", 2), ("d", "", "endless", 10**9)]
+    told = [("c", "", f"told {number}", 3, None) for number in range(MOST_BEGUN - 4)]
+    odd = [
+        ("d", "", name, calls, None) for name, calls in (("", 3), ("none", 0), ("two", 2), ("endless", 10**9))
+    ]
     made.handle(decode_event(encode(Begun((*told, *odd)))), 0.0, b"h")
     assert throttle(made, 0.0)["open_interactions"] == MOST_OPEN + 2
     assert ask(made, "again", "7", 0.0).call == 3  # type: ignore[union-attr]

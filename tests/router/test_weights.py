@@ -45,7 +45,7 @@ def test_requests_tell_the_weight_and_the_later_file_wins(name):
     ):
         router.handle(Arrive(f"{number}", "c", PROMPT, weight=weight, weight_version=version), 0.0, b"g")
         assert of(router, "c") == [then] * known
-    router.handle(Running("r", "c", "a", PROMPT, weight=7.0, weight_version=7), 0.0, b"g")
+    router.handle(Running("r", "c", PROMPT, worker="a", weight=7.0, weight_version=7), 0.0, b"g")
     assert of(router, "c") == [7.0] * known, "a router that was started anew hears it of what is in flight"
 
 

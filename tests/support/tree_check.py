@@ -37,15 +37,11 @@ def check(tree: RadixTree) -> None:
                 refs[bit] += child.refs.get(bit, 0)
             stack.append(child)
     assert (tokens, len(nodes)) == (tree.tokens, tree.nodes)
-    order = tree._evictable
-    assert not order.guessed.keys() & order.confirmed.keys()
-    listed = order.guessed.keys() | order.confirmed.keys()
+    listed = tree._structure.evictable.keys()
     assert listed == {node for node in nodes if not node.refs}, "what is not in flight can be evicted"
     assert held_tokens == {bit: holdings.tokens for bit, holdings in tree._holdings.items()}
     assert not NO_CHILDREN
     assert not NO_REFS
-    lingering = {hold for holds in tree._lingering.values() for hold in holds}
-    assert all(hold.leaf is not None and hold in tree._holdings[hold.bit].holds for hold in lingering)
     for bit, holdings in tree._holdings.items():
         paths = (upwards(hold.leaf) for hold in holdings.holds if hold.leaf is not None)
         assert refs[bit] == sum(1 for path in paths for _ in path), "references without a request"

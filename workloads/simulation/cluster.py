@@ -267,6 +267,8 @@ class Cluster(Clock):
                     self._refuse(self.flights.pop(answer.id), 429 if answer.code else 503, answer.reason)
                 case message.Cut():
                     self._cut(answer.id)
+                case message.Held():
+                    pass
                 case message.Exchange():
                     if answer.number and self._agents is not None:
                         self._agents.load(answer)

@@ -146,9 +146,8 @@ class Side:
         return [latest]
 
     def _remembered(self, begun: Iterable[tuple[Interaction, int]]) -> list[Event]:
-        rows = [((*name, calls), self._fleet.due(name)) for name, calls in begun]
-        parts = [rows[at : at + MOST_BEGUN] for at in range(0, len(rows), MOST_BEGUN)]
-        return [Begun(tuple(row for row, _ in part), tuple(due for _, due in part)) for part in parts]
+        rows = [(*name, calls, self._fleet.due(name)) for name, calls in begun]
+        return [Begun(tuple(rows[at : at + MOST_BEGUN])) for at in range(0, len(rows), MOST_BEGUN)]
 
 
 class Fleet:
@@ -195,16 +194,16 @@ class Fleet:
         self._running[arrive.id] = Running(
             arrive.id,
             arrive.client,
-            place.worker,
             arrive.tokens,
             arrive.max_output_tokens,
             arrive.namespace,
-            weight=arrive.weight,
-            weight_version=arrive.weight_version,
-            app=arrive.app,
-            interaction=arrive.interaction,
-            last=arrive.last,
-            begun=(place.call or arrive.begun + 1) if arrive.interaction else 0,
+            arrive.weight,
+            arrive.weight_version,
+            arrive.app,
+            arrive.interaction,
+            arrive.last,
+            (place.call or arrive.begun + 1) if arrive.interaction else 0,
+            place.worker,
         )
         if router is not None:
             self._placed_by[arrive.id] = router

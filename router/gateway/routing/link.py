@@ -8,8 +8,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from router.client import RouterClient
 from router.events import Answer, Arrive, Cut, Difference, Follow, Place, Refuse, Workers
 from router.gateway.routing.fleet import Side
@@ -39,8 +37,7 @@ class Link(RouterClient):
 
     async def place(self, arrive: Arrive) -> Place | Refuse:
         """Where the request goes. The router may hold the answer back while it lives."""
-        question = msgspec.structs.replace(arrive, may_hold=True)
-        return await self.ask(question, (Place, Refuse), self.timeout_s)
+        return await self.ask(arrive, (Place, Refuse), self.timeout_s)
 
     def compare(self) -> None:
         """Asks for the workers, and how the tables of requests differ; both sides are told what they lack."""

@@ -21,8 +21,10 @@ pause at urgent swaps where there are more models than replicas. What is decided
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
+
+from msgspec import structs
 
 from router.placement.contract import Ended, May, Placement, Request, WorkerView
 from router.placement.deadline.line import Job, Line
@@ -357,6 +359,6 @@ class Deadline(Placement):
         """The only model that there was has a name now."""
         for one in [one for one in self._waiting.values() if one.request.model == ""]:
             self._line("").remove(one)
-            one.request = replace(one.request, model=model)
+            one.request = structs.replace(one.request, model=model)
             self._line(model).put(one)
         self.shares.rename("", model)

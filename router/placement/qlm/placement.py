@@ -20,10 +20,12 @@ more than it can hold. Prefixes that are cached count for requests that are sent
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite
 from operator import attrgetter
+
+from msgspec import structs
 
 from router.placement.contract import Ended, May, Placement, Request, WorkerView
 from router.placement.qlm.estimate import Estimator
@@ -202,7 +204,7 @@ class Qlm(Placement):
             for request, since_s in [one for one in self._waiting.values() if one[0].model == ""]:
                 promise = self.queues.groups.entries[request.id].promise
                 self.queues.ended(request.id)
-                self._waiting[request.id] = replace(request, model=loaded), since_s
+                self._waiting[request.id] = structs.replace(request, model=loaded), since_s
                 self.queues.groups.add(self._waiting[request.id][0], promise)
             self.queues.settle()
         made.kv_tokens = kv_tokens or made.kv_tokens
