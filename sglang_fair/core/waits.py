@@ -2,8 +2,8 @@
 
 Every moment of a wait has one cause (`CAUSES`). The first five are states of the replica, of which all that wait share
 one; the next three are states of a client, the last two of a request. A request's state comes before its client's, and
-that before the replica's. All change at the end of a pass and last until the end of the next one. If no waiting client
-is eligible, the wait is attributed to the replica's state, not to the policy.
+that before the replica's. All change in a pass, during which no time is counted, and last until the next one. If no
+waiting client is eligible, the wait is attributed to the replica's state, not to the policy.
 
 Time is counted once per pass, in `Clock`s: of clients that are eligible, of those that are not, and of each state of a
 client or a request. A client follows one of them, a request its client or the clock of its own state, so a pass costs
@@ -109,12 +109,10 @@ class Waits:
         self._own = {cause: Clock(cause) for cause in (TARGET, PREFIX, ENGINE)}
         self._clients: dict[str, _Client] = {}
         self._waits: dict[Job, Wait] = {}
-        self._held: dict[Job, str] = {}
-        self._held_before: dict[Job, str] = {}
-        """Requests that this pass has passed over for states of their own, and the one before."""
-        self._aside: dict[str, bool] = {}
-        self._aside_before: dict[str, bool] = {}
-        """Clients likewise."""
+        self._passes = 0
+        self._held: dict[Job, int] = {}
+        self._aside: dict[str, int] = {}
+        """Requests and clients that were passed over for states of their own, and the latest such pass."""
 
     # ---- which requests wait
 
@@ -133,15 +131,12 @@ class Waits:
         """`job` waits no more."""
         wait = self._waits.pop(job)
         wait.follow(None, self.now_ns)
-        if self._held or self._held_before:
-            self._held.pop(job, None)
-            self._held_before.pop(job, None)
+        self._held.pop(job, None)
         client = self._clients[wait.client]
         client.waiting -= 1
         if not client.waiting:
             del self._clients[wait.client]
             self._aside.pop(wait.client, None)
-            self._aside_before.pop(wait.client, None)
 
     def spent_ns(self, wait: Wait) -> dict[str, int]:
         """By cause, until its end or until now; without causes that there were none of. The sum is the wait."""
@@ -158,12 +153,15 @@ class Waits:
 
     def hold(self, job: Job, cause: str) -> None:
         """This pass has passed `job` over for a state of its own."""
-        if job in self._waits:
-            self._held[job] = cause
+        if (wait := self._waits.get(job)) is not None:
+            self._held[job] = self._passes
+            wait.follow(self._own[cause], self.now_ns)
 
     def set_aside(self, client: str) -> None:
         """This pass has passed `client` over for the target, or for places."""
-        self._aside[client] = True
+        if (found := self._clients.get(client)) is not None:
+            self._aside[client] = self._passes
+            found.follow(self._own[TARGET], self.now_ns)
 
     def stop(self, cause: str) -> None:
         """Between two passes it turned out that the replica's state is `cause`."""
@@ -173,16 +171,17 @@ class Waits:
         """A pass is over. `cause` is why nothing else was admitted. `turns`: the clients that have become eligible, or
         are so no more. `turn_cause`: what those that are not wait for; None: another one's turn is not why."""
         self._turn(*((cause, turn_cause or cause) if self._waits else (STEP, STEP)))
-        for name in {**self._aside_before, **self._aside, **turns}:
-            if (client := self._clients.get(name)) is not None:
-                client.has_turn = turns.get(name, client.has_turn)
-                clock = self._eligible if client.has_turn else self._others
-                client.follow(self._own[TARGET] if name in self._aside else clock, self.now_ns)
-        for job in {**self._held_before, **self._held}:
-            wait, held = self._waits[job], self._held.get(job)
-            wait.follow(self._clients[wait.client] if held is None else self._own[held], self.now_ns)
-        self._aside_before, self._aside = self._aside, {}
-        self._held_before, self._held = self._held, {}
+        for name in [*turns, *(name for name, latest in self._aside.items() if latest < self._passes)]:
+            if (client := self._clients.get(name)) is None:
+                continue
+            client.has_turn = turns.get(name, client.has_turn)
+            if self._aside.get(name) != self._passes:
+                self._aside.pop(name, None)
+                client.follow(self._eligible if client.has_turn else self._others, self.now_ns)
+        for job in [job for job, latest in self._held.items() if latest < self._passes]:
+            del self._held[job]
+            self._waits[job].follow(self._clients[self._waits[job].client], self.now_ns)
+        self._passes += 1
 
     def _turn(self, cause: str, turn_cause: str) -> None:
         self._cause, self._turn_cause = cause, turn_cause

@@ -142,7 +142,7 @@ def test_ten_thousand_names_leave_nothing_behind() -> None:
         waits.end(job)
     waits.end_pass(MEMORY, {}, None)
     assert len(waits) == 0
-    assert [*waits._clients, *waits._held, *waits._held_before, *waits._aside, *waits._aside_before] == []
+    assert [*waits._clients, *waits._held, *waits._aside] == []
 
 
 @dataclass
