@@ -66,6 +66,7 @@ PROGRAMS = {
     "tenants": Program(
         "sglang_fair.tenants", "Who may ask: make, list, rotate and remove tenants and their keys."
     ),
+    "models": Program("sglang_fair.models", "List the models that come with the package, or prepare one."),
     "keys": Program("router.keys", "Make the keys with which router, gateways and replicas know each other."),
     "install": Program(
         "sglang_fair.install",
@@ -146,12 +147,14 @@ for _name, _program in BENCHES.items():
 ClusterUrl = Annotated[
     str, typer.Option("--cluster", metavar="URL", help="Address of the cluster's gateway.")
 ]
+ReplicaName = Annotated[str, typer.Argument(help="As `list` shows it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
 
 
 @workers.command("list")
 def workers_list(
     cluster: ClusterUrl = "http://127.0.0.1:8000",
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the replicas that the cluster has started."""
     replicas = _change_workers(cluster, {"do": "list"})["workers"]
@@ -179,7 +182,7 @@ def workers_add(
 
 @workers.command("swap")
 def workers_swap(
-    name: Annotated[str, typer.Argument(help="As `list` shows it.")],
+    name: ReplicaName,
     model: Annotated[str, typer.Argument(help="As clients call it; the replica must be able to load it.")],
     cluster: ClusterUrl = "http://127.0.0.1:8000",
 ) -> None:
@@ -190,7 +193,7 @@ def workers_swap(
 
 @workers.command("drain")
 def workers_drain(
-    name: Annotated[str, typer.Argument(help="As `list` shows it.")],
+    name: ReplicaName,
     cluster: ClusterUrl = "http://127.0.0.1:8000",
 ) -> None:
     """Send a replica nothing new, let it finish, stop it; returns when it has stopped."""
@@ -225,7 +228,7 @@ def status(
     watch: Annotated[
         float, typer.Option(metavar="SECONDS", help="Show again every so many seconds; 0: once.", min=0)
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON each time.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what each client was served, who waits, and the policy's counter of each client."""
     from rich.console import Console
@@ -258,7 +261,7 @@ def explain(
     gateway: Annotated[
         str, typer.Option(metavar="URL", help="Address of a gateway.")
     ] = "http://127.0.0.1:8000",
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say why a request waited, and why it was served where it was. Tenants ask with their key in OPENAI_API_KEY,
     operators with theirs."""
@@ -270,30 +273,6 @@ def explain(
     except Unreachable as error:
         _fail(str(error), 1)
     print(json.dumps(found) if as_json else explained.in_words(found))
-
-
-@app.command()
-def models(
-    name: Annotated[
-        str | None, typer.Argument(help="Prepare this model and print its folder; without a name, list them.")
-    ] = None,
-    tokenizer_to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Copy what a gateway needs of the model, which may be on the hub, to DIR."
-        ),
-    ] = None,
-) -> None:
-    """List the models that come with the package, or prepare one."""
-    if name is not None:
-        _become(
-            "sglang_fair.models", [name, *([] if tokenizer_to is None else ["--tokenizer-to", tokenizer_to])]
-        )
-    if tokenizer_to is not None:
-        _fail("--tokenizer-to: of which model? Name one")
-    import sglang_fair.models as known
-
-    typer.echo((known.__doc__ or "").strip())
 
 
 def main() -> None:

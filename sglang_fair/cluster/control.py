@@ -90,16 +90,13 @@ class Control:
                 write({"error": "too many requests at a time"})
                 return
             async with asyncio.timeout(REQUEST_S):
-                line = await reader.readline()
-            request = json.loads(line)
+                request = json.loads(await reader.readline())
             if not isinstance(request, dict):
                 raise ValueError("not an object")
             work = asyncio.create_task(self._work(request, write))
             self._at_work.add(work)
             work.add_done_callback(self._at_work.discard)
             await asyncio.wait([work])
-            if not work.cancelled() and (error := work.exception()) is not None:
-                write({"error": f"{type(error).__name__}: {error}"})
         except ValueError as wrong:  # no JSON, or a line without end
             write({"error": f"not a request: {wrong}"})
         except TimeoutError:
@@ -108,8 +105,6 @@ class Control:
             pass
         finally:
             self._peers -= 1
-            with contextlib.suppress(OSError):
-                await writer.drain()
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
@@ -122,6 +117,8 @@ class Control:
         except asyncio.CancelledError:
             write({"error": "the cluster is being stopped"})
             raise
+        except Exception as error:
+            write({"error": f"{type(error).__name__}: {error}"})
 
 
 def own_folder(path: Path) -> None:

@@ -179,16 +179,11 @@ class Process:
 @dataclass(frozen=True)
 class Plan:
     """All processes of a cluster. `router` is the router's address, `router_http` that of its HTTP server; None in a
-    plan without one. Raises ValueError when two processes have one name."""
+    plan without one."""
 
     processes: tuple[Process, ...]
     router: str | None = None
     router_http: str | None = None
-
-    def __post_init__(self) -> None:
-        names = [process.name for process in self.processes]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two processes of one name: {', '.join(names)}")
 
     def of(self, *roles: Role) -> tuple[Process, ...]:
         """The processes of these roles, in the plan's order."""

@@ -88,18 +88,6 @@ class Supervisor:
             return "given up"
         return "up" if child is not None and child.running and child.ready_s is not None else "down"
 
-    async def add(self, spec: Process) -> None:
-        """Starts one more process; once it is ready, it is restarted when it dies. Raises `StartFailed`."""
-        await self._change(self._add(spec))
-
-    async def let_go(self, name: str) -> None:
-        """No longer restarts this process when it ends."""
-        await self._change(self._let_go(name))
-
-    async def remove(self, name: str) -> None:
-        """Stops a process after `let_go`, and removes it from the plan."""
-        await self._change(self._remove(name))
-
     def respec(self, spec: Process) -> None:
         """Replaces the process of this name in the plan; it takes effect when that process is next started."""
         processes = tuple(spec if one.name == spec.name else one for one in self._plan.processes)
@@ -156,29 +144,40 @@ class Supervisor:
             if self._keepers:
                 await asyncio.wait(self._keepers.values())
 
+    async def add(self, spec: Process) -> None:
+        """Starts one more process; once it is ready, it is restarted when it dies. Raises `StartFailed`."""
+
+        async def work() -> None:
+            self._plan = replace(self._plan, processes=(*self._plan.processes, spec))
+            try:
+                child = await self._start(spec)
+                await self._until_ready(child)
+            except BaseException:
+                await self._remove(spec.name)
+                raise
+            self._keepers[spec.name] = asyncio.create_task(self._keep(child))
+            self._changed.set()
+            self._report_up(spec)
+
+        await self._change(work())
+
+    async def let_go(self, name: str) -> None:
+        """No longer restarts this process when it ends."""
+        await self._change(self._let_go(name))
+
+    async def remove(self, name: str) -> None:
+        """Stops a process after `let_go`, and removes it from the plan."""
+        await self._change(self._remove(name))
+
     async def _change(self, work: Coroutine[None, None, None]) -> None:
         """Carries out a change of the plan. Raises `StartFailed` outside of the time when the cluster is up."""
         if self._is_ending or not self.was_up:
             work.close()
-            raise StartFailed(
-                "the cluster is being stopped" if self._is_ending else "the cluster is not up yet"
-            )
+            raise StartFailed(f"the cluster is {'being stopped' if self._is_ending else 'not up yet'}")
         task = asyncio.create_task(work)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         await task
-
-    async def _add(self, spec: Process) -> None:
-        self._plan = replace(self._plan, processes=(*self._plan.processes, spec))
-        try:
-            child = await self._start(spec)
-            await self._until_ready(child)
-        except BaseException:
-            await self._remove(spec.name)
-            raise
-        self._keepers[spec.name] = asyncio.create_task(self._keep(child))
-        self._changed.set()
-        self._report_up(spec)
 
     async def _let_go(self, name: str) -> None:
         keeper = self._keepers.pop(name, None)
@@ -187,13 +186,16 @@ class Supervisor:
             await asyncio.wait([keeper])
 
     async def _remove(self, name: str) -> None:
-        child = self._children.get(name)
-        if child is not None and not await child.stop(self._hurry):
-            self._reporter.say(f"{name} was killed: it had not ended in time")
-        self._children.pop(name, None)
+        if name in self._children:
+            await self._stop_one(self._children[name])
+            del self._children[name]
         self._given_up.discard(name)
         processes = tuple(one for one in self._plan.processes if one.name != name)
         self._plan = replace(self._plan, processes=processes)
+
+    async def _stop_one(self, child: Child) -> None:
+        if not await child.stop(self._hurry):
+            self._reporter.say(f"{child.spec.name} was killed: it had not ended in time")
 
     def _is_lost(self) -> bool:
         """Whether nothing can be served any more: the gateway, the router or the last replica was given up."""
@@ -315,14 +317,8 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         for roles in STOP_ORDER:
-            children = [
-                self._children[spec.name] for spec in self._plan.of(*roles) if spec.name in self._children
-            ]
-            for child, in_time in zip(
-                children, await asyncio.gather(*(child.stop(self._hurry) for child in children)), strict=True
-            ):
-                if not in_time:
-                    self._reporter.say(f"{child.spec.name} was killed: it had not ended in time")
+            names = [spec.name for spec in self._plan.of(*roles) if spec.name in self._children]
+            await asyncio.gather(*(self._stop_one(self._children[name]) for name in names))
 
 
 async def becomes_ready(ready: Ready, child: Child) -> None:

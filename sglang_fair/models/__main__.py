@@ -16,6 +16,7 @@ from typing import Annotated
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from sglang_fair import models
 from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.models.catalog import find, names, resolve
 from sglang_fair.models.folder import Progress as Say
@@ -81,7 +82,10 @@ def facts(name: str, say: Say) -> dict[str, str]:
 
 
 def main(
-    name: Annotated[str, Argument(metavar="NAME", help=f"{', '.join(names())}, or a folder.")],
+    name: Annotated[
+        str | None,
+        Argument(metavar="NAME", help=f"{', '.join(names())}, or a folder; without one they are listed."),
+    ] = None,
     tokenizer_to: Annotated[
         Path | None,
         Option(
@@ -94,6 +98,11 @@ def main(
     ] = False,
 ) -> None:
     """Print a model's folder; prepare the model first when it is missing."""
+    if name is None:
+        if tokenizer_to is not None:
+            raise Mistake("--tokenizer-to: of which model? Name one")
+        print((models.__doc__ or "").strip())
+        return
     try:
         with showing(name) as say:
             if as_json:

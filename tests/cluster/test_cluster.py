@@ -468,11 +468,6 @@ def workers(endpoint: str) -> list[str]:
     return list(answer.state["workers"])
 
 
-def test_a_plan_with_two_processes_of_one_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="two processes of one name: r0, r0, router, gateway"):
-        cluster(program("r0", SERVES), program("r0", SERVES))
-
-
 class TestSupervisor:
     def test_starts_in_order_and_stops_in_order(self) -> None:
         outcome, record = supervise(cluster(program("r0", SERVES), program("r1", SERVES)))

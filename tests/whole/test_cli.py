@@ -107,7 +107,6 @@ class TestPrograms:
             ("bench nope", "sglang-fair bench: No such command 'nope'."),
             ("status --wach", "sglang-fair status: No such option: --wach (Possible options: --watch)"),
             ("status --watch x", "sglang-fair status: Invalid value for '--watch'"),
-            ("models a b", "sglang-fair models: Got unexpected extra argument(s) (b)"),
             ("workers lisst", "sglang-fair workers: No such command 'lisst'. Did you mean 'list'?"),
             ("workers drain", "sglang-fair workers drain: Missing argument 'name'."),
         ],
