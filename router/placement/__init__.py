@@ -1,22 +1,18 @@
-"""The placements by name. A new one is one file here and one line in `PLACEMENTS`."""
+"""The placements by name. A new one is one class, in a file here, and one line in `PLACEMENTS`."""
 
 import json
 from dataclasses import fields
 
 from router.placement.cache_aware import CacheAware
 from router.placement.centralized_dlpm import CentralizedDlpm
-from router.placement.client_round_robin import ClientRoundRobin
 from router.placement.contract import Placement, Queued
 from router.placement.d2lpm import D2lpm
 from router.placement.d2lpm_queue import D2lpmQueue
 from router.placement.deadline.rule import Deadline
-from router.placement.least_requests import LeastRequests
-from router.placement.least_tokens import LeastTokens
-from router.placement.lmetric import LMetric
-from router.placement.power_of_two import PowerOfTwo
+from router.placement.least import LeastRequests, LeastTokens, LMetric, PowerOfTwo
 from router.placement.preble import Preble
 from router.placement.qlm import Qlm
-from router.placement.round_robin import RoundRobin
+from router.placement.round_robin import ClientRoundRobin, RoundRobin
 from sglang_fair.common.pairs import split_pairs
 
 PLACEMENTS: dict[str, type[Placement]] = {

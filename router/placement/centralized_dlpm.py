@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from router.placement.contract import Ended, May, Placement, Request, WorkerView, least_loaded
-from router.placement.least_tokens import check_prices
+from router.placement.least import check_prices
 from router.radix import Match
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm

@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 
 from router.placement.contract import Ended, Placement, Request, WorkerView, least_loaded
 from router.placement.credit import Credits
-from router.placement.least_tokens import check_prices
+from router.placement.least import check_prices
 from router.radix import Match
 from sglang_fair.common.weights import Weights
 

@@ -51,7 +51,7 @@ from typing import ClassVar
 import numpy as np
 
 from router.placement.contract import Ended, Placement, Request, WorkerView, least
-from router.placement.least_tokens import check_prices
+from router.placement.least import check_prices
 from router.placement.queues import Account, Queues
 from router.radix import Match
 from sglang_fair.common.weights import Weights

@@ -33,11 +33,10 @@ from router.events import (
 from router.placement import PLACEMENTS, build, parameters, parse_options
 from router.placement.contract import Ended, Holding, Request
 from router.placement.d2lpm import D2lpm
-from router.placement.outputs import ExpectedOutputs
 from router.placement.preble import Preble, PrefillCost
 from router.radix import Match
 from router.waiting import Waiting
-from router.workers import Worker
+from router.workers import ExpectedOutputs, Worker
 from sglang_fair.settings.program import parse
 from tests.support.budget import examples, is_night, seeds
 from tests.support.tree_check import check

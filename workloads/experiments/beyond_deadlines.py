@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from router.placement.outputs import ExpectedOutputs
+from router.workers import ExpectedOutputs
 from workloads.deadlines.measures import attained, by, measure, percentile
 from workloads.deadlines.run import Outcome, Served
 from workloads.deadlines.traffic import Stream
