@@ -17,7 +17,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from router.gateway.answer.sse import COMMENTS, DONE, END_OF_EVENT, TOKEN_IDS, data_of, split
+from router.gateway.answer.sse import COMMENTS, DONE, TOKEN_IDS, data_of, split
+from router.gateway.answer.typed import END_OF_EVENT
 from router.gateway.request.call import Call, encode_body
 from router.gateway.request.continuation import (
     FREQUENCY,
@@ -39,6 +40,8 @@ REMEMBERED_BYTES = 1 << 16
 FINISHED = b"[DONE]"
 
 UNREADABLE = "an event of the replica cannot be read"
+MALFORMED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
+"""What reading an event raises that is no event of this API. Then nothing more of its stream is read."""
 
 UNFINISHED = "\ufffd"
 """What a tokenizer makes of half a character."""
@@ -51,40 +54,6 @@ class Diverged(Exception):
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    token_ids: list[_Id] | None = None
-    prompt_token_ids: list[_Id] | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int | None = None
-    prompt_tokens_details: dict[str, int | None] | None = None
-
-
-class _Meta(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-
-
-class _Event(msgspec.Struct):
-    """The types that the parts of an event must have; other parts are not read."""
-
-    text: str | None = None
-    output_ids: list[_Id] | None = None
-    meta_info: _Meta | None = None
-    choices: Annotated[list[_Choice], msgspec.Meta(max_length=1)] | None = None
-    usage: _Usage | None = None
-
-
 class _Ids(msgspec.Struct):
     """A comment of `common.token_ids`."""
 
@@ -93,7 +62,7 @@ class _Ids(msgspec.Struct):
     finish: str | None = None
 
 
-_EVENTS, _COMMENTS = msgspec.json.Decoder(_Event), msgspec.json.Decoder(_Ids)
+_COMMENTS = msgspec.json.Decoder(_Ids)
 
 
 class _Owed:
@@ -199,7 +168,10 @@ class Resumable:
         if self._call.asks_for_token_ids:
             events = self._known(events)
         if self._leg.owed is not None:
-            return b"".join(self._continued(events))
+            try:
+                return b"".join(self._continued(events))
+            except MALFORMED as error:
+                raise Diverged(UNREADABLE) from error
         if self._call.kind == "generate":
             self._keep_last(events)
         else:
@@ -265,11 +237,7 @@ class Resumable:
         return events
 
     def _take_ids(self, event: bytes) -> None:
-        try:
-            found = _COMMENTS.decode(event.removeprefix(token_ids.PREFIX))
-        except msgspec.MsgspecError:
-            self._obstacle = UNREADABLE
-            return
+        found = _COMMENTS.decode(event.removeprefix(token_ids.PREFIX))
         if self._leg.owed is None:
             self._prompt_tokens = found.prompt_tokens
         self._ids.extend(found.ids)
@@ -290,7 +258,7 @@ class Resumable:
 
     def _take_generated(self, data: dict[str, Any]) -> None:
         """Notes what an event of /generate says, which is cumulative over its leg."""
-        leg, text = self._leg, str(data.get("text") or "")
+        leg, text = self._leg, data.get("text") or ""
         self._is_finished = (data.get("meta_info") or {}).get("finish_reason") is not None
         ids = self._ids[: leg.kept] + array("I", data.get("output_ids") or [])
         if leg.owed:
@@ -311,13 +279,13 @@ class Resumable:
         for event in split(events):
             if data_of(event) == FINISHED or self._obstacle:
                 continue
-            if event.startswith(token_ids.PREFIX):
-                self._take_ids(event)
-                continue
             try:
-                self._take_first(_read(event))
-            except Diverged as error:
-                self._obstacle = str(error)
+                if event.startswith(token_ids.PREFIX):
+                    self._take_ids(event)
+                else:
+                    self._take_first(msgspec.json.decode(data_of(event)))
+            except MALFORMED:
+                self._obstacle = UNREADABLE
 
     def _take_first(self, data: dict[str, Any]) -> None:
         if self._call.kind == "generate":
@@ -331,7 +299,8 @@ class Resumable:
         for choice in data.get("choices") or []:
             self._head = self._head or {"id": data.get("id"), "created": data.get("created")}
             self._ids.extend(choice.get("token_ids") or [])
-            self._prompt = choice.get("prompt_token_ids") or self._prompt
+            if choice.get("prompt_token_ids"):
+                self._prompt = array("I", choice["prompt_token_ids"]).tolist()
             self._take_choice(choice)
 
     # -- later legs
@@ -346,7 +315,7 @@ class Resumable:
                 yield from self._paid(is_end=True)
                 yield event + END_OF_EVENT
                 continue
-            data = _read(event)
+            data = msgspec.json.decode(data_of(event))
             if "error" in data:
                 yield event + END_OF_EVENT
             elif self._leg.owed and self._call.kind == "chat":
@@ -449,17 +418,6 @@ def _from_tokens(call: Call, tokens: list[int], kept: int) -> Call:
         prompts=(tokens,),
         max_output_tokens=min(limits.values(), default=0),
     )
-
-
-def _read(event: bytes) -> dict[str, Any]:
-    """The event, checked against `_Event`. Raises `Diverged`."""
-    data = data_of(event)
-    try:
-        _EVENTS.decode(data)
-        found: dict[str, Any] = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Diverged(UNREADABLE) from error
-    return found
 
 
 def _written(event: dict[str, Any]) -> bytes:

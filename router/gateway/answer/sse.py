@@ -15,12 +15,11 @@ import msgspec
 
 from router.events import Count
 from router.gateway.answer import typed
-from router.gateway.answer.typed import TypedStream, Usage
+from router.gateway.answer.typed import END_OF_EVENT, Events, TypedStream, Usage
 from router.gateway.request.call import Call
 from router.gateway.request.kinds import Kind
 from sglang_fair.common.token_ids import PREFIX
 
-END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]\n\n"
 
 TOKEN_IDS = re.compile(rb',"(?:prompt_)?token_ids":\[[0-9,]*\]')
@@ -78,10 +77,11 @@ def stream_of(call: Call) -> "Stream | TypedStream":
     return TypedStream(call.kind) if call.kind in typed.ENDS else Stream(call)
 
 
-class Stream:
+class Stream(Events):
     """One streamed response. `feed` it the replica's bytes; it returns the client's."""
 
     def __init__(self, call: Call) -> None:
+        super().__init__()
         self.events = 0
         """Events so far: an estimate of the output tokens until a usage comes."""
         self.ended = False
@@ -93,19 +93,13 @@ class Stream:
         self._samples = call.samples
         self._has_comments = call.asks_for_token_ids
         self._learns_rids = call.samples > max(1, len(call.prompts))
-        self._rest = b""
         self._usage: Usage | None = None
         self._latest: dict[int, bytes] = {}
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes bytes as they came. Returns the events that are complete, without those hidden from the client."""
-        data = self._rest + chunk if self._rest else chunk
-        cut = data.rfind(END_OF_EVENT) + len(END_OF_EVENT)
-        if cut < len(END_OF_EVENT):
-            self._rest = data
+        if not (events := self.whole(chunk)):
             return b""
-        self._rest = data[cut:]
-        events = data[:cut] if self._rest else data
         self.events += events.count(END_OF_EVENT)
         if self._has_comments:
             self.events -= len(COMMENTS.findall(events))

@@ -67,29 +67,42 @@ def usage_of(body: bytes) -> Usage | None:
     return _usage(_TOLD.decode(body).usage)
 
 
-class TypedStream:
+class Events:
+    """A stream as it comes, a piece at a time."""
+
+    def __init__(self) -> None:
+        self._part = b""
+
+    def whole(self, chunk: bytes) -> bytes:
+        """The events that are whole with `chunk`; the rest of it is kept."""
+        data = self._part + chunk if self._part else chunk
+        end = data.rfind(END_OF_EVENT) + len(END_OF_EVENT)
+        if end < len(END_OF_EVENT):
+            self._part = data
+            return b""
+        self._part = data[end:]
+        return data[:end] if self._part else data
+
+
+class TypedStream(Events):
     """One streamed answer. `feed` it the replica's bytes; it returns those of whole events."""
 
     def __init__(self, kind: Kind) -> None:
+        super().__init__()
         self.events = 0
         """Pieces of text so far: an estimate of the output tokens until the usage comes."""
         self.ended = False
         """The last event has passed."""
         self.rids: frozenset[str] = frozenset()
         self._ends, self._tells = ENDS[kind], _TELLS[kind]
-        self._part = b""
         self._last = b""
         self._output: int | None = None
         self._cached: int | None = None
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes what has come and returns the whole events of it."""
-        data = self._part + chunk if self._part else chunk
-        end = data.rfind(END_OF_EVENT) + len(END_OF_EVENT)
-        if end < len(END_OF_EVENT):
-            self._part = data
+        if not (events := self.whole(chunk)):
             return b""
-        events, self._part = data[:end], data[end:]
         self._last = events
         self.events += len(_DELTA.findall(events))
         if self._tells.search(events):

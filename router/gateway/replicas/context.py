@@ -8,6 +8,7 @@ is not known yet which of them will serve. If any of these does not say, there i
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import msgspec
 
@@ -56,8 +57,8 @@ class Contexts:
         self._models: frozenset[str] = frozenset()
         self._limits: dict[str | None, int | None] = {}
         self._workers = workers
-        self._said: dict[tuple[str, str], int | None] = {}
-        self._asked_s: dict[tuple[str, str], float] = {}
+        self._said: dict[tuple[str, str], tuple[float, int | None]] = {}
+        """By name and address of a replica: when it answered, and what."""
 
     def tokens(self, model: str) -> int | None:
         """The limit for prompts of `model`; None if there is none."""
@@ -68,24 +69,16 @@ class Contexts:
         while True:
             now_s = time.monotonic()
             known = {(name, up.url) for name, up in self._workers().items()}
-            for gone in self._asked_s.keys() - known:
-                del self._asked_s[gone]
-                self._said.pop(gone, None)
-            due = [
-                one for one in sorted(known) if now_s - self._asked_s.get(one, -ASK_AGAIN_S) >= ASK_AGAIN_S
-            ]
-            self._asked_s.update(dict.fromkeys(due, now_s))
-            await asyncio.gather(*(self._ask(one) for one in due))
+            self._said = {one: said for one, said in self._said.items() if one in known}
+            due = [one for one in known if one not in self._said or now_s - self._said[one][0] >= ASK_AGAIN_S]
+            await asyncio.gather(*map(self._ask, due))
             self._reckon()
             await asyncio.sleep(LOOK_S)
 
     async def _ask(self, worker: tuple[str, str]) -> None:
-        try:
+        with suppress(OSError):  # it is not up yet: it is asked again soon
             status, body = await self._get(worker[1], "/v1/models")
-            self._said[worker] = context_of(body) if status == 200 else None
-        except OSError:
-            if worker not in self._said:  # not up yet: ask again soon
-                self._asked_s.pop(worker, None)
+            self._said[worker] = time.monotonic(), context_of(body) if status == 200 else None
 
     def _reckon(self) -> None:
         workers = self._workers()
@@ -93,7 +86,7 @@ class Contexts:
             model for up in workers.values() for model in (*up.models, up.loaded) if model
         )
         said: dict[str | None, list[int]] = {}
-        for (name, _), tokens in self._said.items():
+        for (name, _), (_, tokens) in self._said.items():
             if name in workers:
                 for model in workers[name].models or (workers[name].loaded,):
                     said.setdefault(meant(model, self._models), []).append(tokens or 0)

@@ -24,7 +24,8 @@ from sglang_fair.common.caller import salted
 from sglang_fair.common.fields import MAX_BATCH
 
 FAIR = ("custom_params", "fair")
-"""Where a body could name a client inside a replica: at the top (OpenAI), and in `sampling_params`."""
+FAIR_IN_PARAMS = ("sampling_params", *FAIR)
+"""Where a body could name a client inside a replica: at the top (OpenAI), or in `sampling_params`."""
 RESPONSE_PREFIX = "resp_"
 """The ids of responses begin with it."""
 
@@ -149,7 +150,8 @@ def make_call(
     sampling: Sequence[SamplingParams],
 ) -> Call:
     """`sampling` is one for all prompts or one for each."""
-    body = _without(_without(body, FAIR), ("sampling_params", *FAIR))
+    for path in (FAIR, FAIR_IN_PARAMS):
+        body = _without(body, path)
     model = names.model_of(names.asked_for(request.model)) or names.first
     salt = _salted(group, getattr(request, "cache_salt", None))
     by_header = kind in BY_HEADER
@@ -211,7 +213,8 @@ def _without(value: Any, path: Sequence[str]) -> Any:
     if not isinstance(value, dict) or name not in value:
         return value
     if rest:
-        return value | {name: _without(value[name], rest)}
+        inner = _without(value[name], rest)
+        return value if inner is value[name] else value | {name: inner}
     return {key: one for key, one in value.items() if key != name}
 
 

@@ -54,7 +54,11 @@ _NOT_SAMPLING = {
     "lora_path", "extra_key", "cache_salt", "priority",
 }  # fmt: skip
 
-_CHAT = {"messages", "chat_template_kwargs"}
+_KNOWN: Mapping[Kind, set[str]] = {
+    kind: {*_MEMORYLESS, *_NOT_SAMPLING, *limits, OUTPUT_FLOOR[kind], FREQUENCY}
+    | ({"messages", "chat_template_kwargs"} if kind == "chat" else set())
+    for kind, limits in OUTPUT_LIMITS.items()
+}
 
 _Never = object()
 """Equal to no value of a request."""
@@ -67,7 +71,7 @@ _MORE_THAN_TEXT = ("logprobs", "top_logprobs", "session_params", "session_id", "
 
 
 def can_go_on(kind: Kind, body: Mapping[str, Any]) -> bool:
-    """Whether another replica could continue the stream that answers `body`."""
+    """Whether another replica could continue the stream that answers `body`, whose fields have their types."""
     if kind not in OUTPUT_LIMITS or body.get("stream") is not True:
         return False
     sampling = body.get("sampling_params") or {} if kind == "generate" else body
@@ -77,23 +81,11 @@ def can_go_on(kind: Kind, body: Mapping[str, Any]) -> bool:
     if any(both.get(name) not in (None, 1) for name in ("n", "best_of")) or _has_more_than_text(both):
         return False
     limits = [sampling.get(name) for name in OUTPUT_LIMITS[kind]]
-    numbers = [*limits, sampling.get(OUTPUT_FLOOR[kind])]
-    if any(type(number) not in (int, type(None)) for number in numbers) or (
-        kind != "chat" and limits == [None]
-    ):
+    if kind != "chat" and limits == [None]:
         return False
-    if type(both.get(FREQUENCY)) not in (int, float, type(None)):
+    if kind == "chat" and not all(map(_is_text, both["messages"])):
         return False
-    bias = both.get("logit_bias") or {}
-    if not isinstance(bias, Mapping):
-        return False
-    if sampling.get(FREQUENCY) and not all(type(value) in (int, float) for value in bias.values()):
-        return False  # it is added to
-    known = {*_MEMORYLESS, *_NOT_SAMPLING, *OUTPUT_LIMITS[kind], OUTPUT_FLOOR[kind], FREQUENCY}
-    if kind == "chat":
-        if not all(_is_text(message) for message in both["messages"]):
-            return False
-        known |= _CHAT
+    known = _KNOWN[kind]
     return all(name in known or value == _NEUTRAL.get(name, _Never) for name, value in _given(both).items())
 
 
