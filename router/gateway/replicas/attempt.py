@@ -79,10 +79,9 @@ class Attempt:
         self._asking: Asking | None = None
         self._may_be_working = False
         """The replica has, or may have, the request and has not finished it."""
-        self._is_settled = self._is_cut = False
-        self._was_asked = self._was_accepted = self._is_whole = False
+        self._is_cut = self._was_accepted = self._is_whole = False
         self._ended: Usage | None = None
-        """What it came to."""
+        """What it came to. The router has been told."""
         self.first_s: float | None = None
         """When the first piece of a streamed answer came, on the monotonic clock; `_last_s`, when the latest."""
         self._last_s = waiting_since_s
@@ -104,7 +103,9 @@ class Attempt:
     @property
     def is_uncounted(self) -> bool:
         """It has ended, and how much was computed is not known: an answer in one piece did not come to its end."""
-        return self._was_asked and self._ended is not None and not (self._call.stream or self._is_whole)
+        return (
+            self._asking is not None and self._ended is not None and not (self._call.stream or self._is_whole)
+        )
 
     def cut(self) -> None:
         """Ends the attempt as cut off, unless the answer is complete. For one that can be continued."""
@@ -132,7 +133,7 @@ class Attempt:
             self._settle("aborted", self._stream.usage)
             raise
         finally:
-            if not self._is_settled:
+            if self._ended is None:
                 self._settle("failed" if self.first_s is None else "aborted", self._usage(resumable))
             if self._may_be_working:
                 rids = self._call.rids(self._place.id) + tuple(sorted(self._stream.rids))
@@ -140,7 +141,7 @@ class Attempt:
 
     async def _carry(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> None:
         await self._replicas.window(self._url).reserve(self._client, len(self._call.encoded))
-        self._may_be_working = self._was_asked = True
+        self._may_be_working = True
         body = self._call.forwarded(self._place.id)
         patience_s = max(0.0, self._patient_until_s - time.monotonic())
         self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body, patience_s)
@@ -235,9 +236,8 @@ class Attempt:
 
     def _settle(self, ending: Ending, usage: Usage) -> None:
         """Tells the router how the attempt ended. Only the first call counts."""
-        if self._is_settled:
+        if self._ended is not None:
             return
-        self._is_settled = True
         self._ended = usage
         ttft_s = tpot_s = None
         if self.first_s is not None:
