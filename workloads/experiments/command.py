@@ -8,11 +8,11 @@ sglang-fair reproduce all --publish
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,7 +24,7 @@ from sglang_fair.settings.commands import Argument, Option, run
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.claims import VERDICTS
 from workloads.experiments.contract import Experiment, Size
-from workloads.experiments.runner import Failed, Job, Outcome
+from workloads.experiments.runner import Failed, Job
 from workloads.experiments.validation import Validation
 from workloads.records import replace_text
 from workloads.runs.options import command
@@ -185,28 +185,24 @@ def _make_records(
     todo = jobs if given.again else runner.missing(jobs, given.folder)
     if len(todo) < len(jobs):
         console.print(f"{len(jobs) - len(todo)} of {len(jobs)} runs have a record in {given.folder}")
+    place: dict[str, Any] = {"versions": versions(), "machine": machine(), "workers": workers}
+    known = REGISTRY if workers else experiments
     columns = TextColumn("{task.completed:.0f} of {task.total:.0f} s"), BarColumn(), TimeRemainingColumn()
-    numbers = count(1)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    failed = []
+    with (
+        closing(runner.run(todo, known, folder=given.folder, size=given.size, **place)) as outcomes,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
         bar_id = bar.add_task("", total=sum(job.cell.simulated_s for job in todo))
-
-        def ended(job: Job, outcome: Outcome) -> None:
+        for number, (job, outcome) in enumerate(outcomes, 1):
             bar.advance(bar_id, job.cell.simulated_s)
-            what = outcome.error if isinstance(outcome, Failed) else f"{outcome.wall_s:.1f} s"
-            trace = outcome.trace if isinstance(outcome, Failed) else ""
-            text = f"[{next(numbers)}/{len(todo)}] {job.name}: {what}\n{trace}".rstrip()
-            console.print(text, markup=False)
-
-        return runner.run(
-            todo,
-            REGISTRY if workers else experiments,
-            folder=given.folder,
-            size=given.size,
-            versions=versions(),
-            machine=machine(),
-            workers=workers,
-            ended=ended,
-        )
+            if isinstance(outcome, Failed):
+                failed.append((job, outcome))
+                what = f"{outcome.error}\n{outcome.trace}".rstrip()
+            else:
+                what = f"{outcome.wall_s:.1f} s"
+            console.print(f"[{number}/{len(todo)}] {job.name}: {what}", markup=False)
+    return failed
 
 
 def _show_reports(

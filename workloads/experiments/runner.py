@@ -4,7 +4,7 @@
 cell that fails, or whose worker process dies, is reported with its error, and the others go on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -74,22 +74,17 @@ def run(
     machine: Mapping[str, Json],
     workers: int = 0,
     began: Callable[[Job], None] = lambda _: None,
-    ended: Callable[[Job, Outcome], None] = lambda *_: None,
-) -> list[tuple[Job, Failed]]:
-    """Make the jobs' records in `folder`, so many at a time, or one after the other in this process. Returns what
-    failed.
+) -> Generator[tuple[Job, Outcome], None, None]:
+    """Make the jobs' records in `folder`, so many at a time, or one after the other in this process. Yields each job
+    as it ends.
 
     For other processes `experiments` is the name of the module whose `EXPERIMENTS` they import.
     """
-    failed = []
     with closing(carry_out(partial(_measure, experiments), jobs, workers, began)) as outcomes:
         for job, outcome in outcomes:
             if isinstance(outcome, Made):
                 store.write(folder, _record(job, outcome, size, versions, machine))
-            else:
-                failed.append((job, outcome))
-            ended(job, outcome)
-    return failed
+            yield job, outcome
 
 
 def _measure(experiments: Experiments | str, job: Job) -> Measured:
