@@ -10,7 +10,7 @@ from sglang_fair.sim.cost_model import Fitted, Scaled, to_json
 from workloads.clients import SCENARIOS, SMALL
 from workloads.experiments.claims import Report
 from workloads.experiments.contract import Result
-from workloads.experiments.validation import BENCH, Validation, compared, curves, deviation, numbers
+from workloads.experiments.model_validation import BENCH, Validation, compared, curves, deviation, numbers
 from workloads.programs import PackedCodec
 from workloads.session import Plan
 from workloads.simulation import simulate

@@ -24,8 +24,8 @@ from sglang_fair.settings.commands import Argument, Option, run
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.claims import VERDICTS
 from workloads.experiments.contract import Experiment, Size
+from workloads.experiments.model_validation import Validation
 from workloads.experiments.runner import Failed, Job
-from workloads.experiments.validation import Validation
 from workloads.records import replace_text
 from workloads.runs.options import command
 from workloads.terminal import make_console, sigterm_as_ctrl_c
