@@ -6,17 +6,10 @@ that worker. So every waiting request is matched again for every pull. A client 
 is not believed to hold when its request is sent, and for its output when it is done; a failed request gives the
 first charge back.
 
-Unit of fairness: service units, across all workers: two clients that both have requests waiting differ by at most
-2·(U + Q^u), with U as for one replica that runs all requests of the cluster. Trade-off: the bound does not grow with
-the number of workers, and no worker idles while anybody waits; in return each placement matches the whole queue, and
-a freed slot stays empty for a round trip. D2LPM exists because of this; it is kept for comparison.
-
-A slot should be a request that the worker can run. With fewer slots its batch is small; with more, the queue moves to
-the worker, and with it the choice. How many requests it can run depends on their length, so the default is a
-compromise. On four A100s (documents, judges, trees, a production mix) it had, beside D2LPM, 0.4 of the throughput and
-1.5 times the P99 with 16 slots, 0.6 and 1.2 times with 64, 0.65 and 1.6 times with 256.
-
-The debt of every client that owes is kept, as DLPM does; of other clients, `remembered_clients`.
+Bound: across all workers, two clients that both have requests waiting differ by at most 2·(U + Q^u), with U as for one
+replica that runs all requests of the cluster. In return each placement matches the whole queue, and a freed slot stays
+empty for a round trip: D2LPM exists because of this; it is kept for comparison. A slot should be a request that the
+worker can run; the default is a compromise.
 """
 
 from collections import Counter

@@ -2,19 +2,13 @@
 
 Always q[i,w] <= Q[i,w] = quantum x weight of the client x capacity of the worker. It may fall far below zero, because
 outputs are charged late. When a client has no credit at any worker that it may use, rounds pass until it has some: in
-a round, every worker's credit grows by its quantum. The rounds are counted and applied in one step, so a refill costs
-the same however many are due. When workers are excluded, the others decide how many rounds are due; the credit at the
-excluded ones stops at their quantum.
-
-A new worker, or one that came back, starts at a full quantum for every client: it can be used at once, and the old
-debt is gone with the old queue.
+a round, every worker's credit grows by its quantum, in one step however many are due. A new worker, or one that came
+back, starts at a full quantum for every client.
 
 Memory is bounded without erasing debt. Beyond `max_clients`, the clients without requests in flight that have been
-idle longest are forgotten. A client without negative credit loses credit by that, never debt. The row of a debtor
-goes into one of `_ESTATES` buckets, chosen by a hash of its name, which keeps the least credit per worker of all that
-went there. An unknown client starts with the row of its bucket, or with zeros. So a debtor finds its debt or a larger
-one, though not the credit that it had at other workers; a stranger in the same bucket is sent to other workers first,
-and loses nothing else.
+idle longest are forgotten. The row of a debtor goes into one of `_ESTATES` buckets, by a hash of its name, which keeps
+the least credit per worker of all that went there; an unknown client starts with the row of its bucket. So a debtor
+finds its debt or a larger one, and a stranger in its bucket is sent to other workers first, and loses nothing else.
 """
 
 import math

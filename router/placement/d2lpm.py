@@ -4,23 +4,15 @@ For every client i and worker w there is a credit q[i,w] (DLPM paper, Algorithm 
 request goes to the least loaded of the workers that hold its longest prefix and at which its client has credit left;
 if there is none, to the least loaded of all at which the client has credit. There it pays for its whole prompt when
 it is sent, cached or not, so that a client with one long prefix spreads too, and for its output when it is done. A
-client without credit anywhere gets one quantum at every worker, as many times as it takes: Qw is how long a client
-may stay with one worker.
+client without credit anywhere gets one quantum at every worker, as many times as it takes.
 
-Unit of fairness: none by itself. With a fair scheduler at every worker, clients that are backlogged everywhere differ
-by at most 2 |W| (U + Qu) in service (Theorem 5.1), for any finite Qw; with Qw infinite a client never leaves its
-prefix and nothing is bounded (Theorem A.5).
+Bound: with a fair scheduler at every worker, clients that are backlogged everywhere differ by at most 2 |W| (U + Qu)
+(Theorem 5.1), for any finite Qw; with Qw infinite nothing is bounded (Theorem A.5).
 
-Choices that the paper leaves open. Workers may differ: the quantum at a worker, and what counts as load there, are in
-proportion to its capacity. The quantum is also in proportion to the client's weight, because a client with twice the
-service uses it up twice as fast. Ties go to the worker that was sent fewer tokens so far, then by name. A failed
-request gets its prompt's charge back. A match shorter than one page is no match, because the tree knows whole pages
-only. Prices are linear in tokens.
-
-As printed, any match makes its holders the only candidates. Behind a system prompt that all clients share, a client
-then stays with one worker for a whole Qw, for the sake of a few hundred tokens: the larger Qw, the more the loads of
-the workers differ. `cache_threshold` is the cure, as in `cache_aware`: a match is followed if it is more than that
-part of the prompt. 0 is the paper's algorithm. Load is the number of requests, as in the paper.
+Choices that the paper leaves open: quanta and loads are in proportion to the worker's capacity, quanta to the client's
+weight. A failed request gets its prompt's charge back. `cache_threshold`: as printed, any match makes its holders the
+only candidates, so behind a system prompt that all share a client stays with one worker for a whole Qw. A match is
+followed if it is more than that part of the prompt; 0 is the paper's algorithm.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,7 @@
 """D2LPM by queues: who may go where follows from what the client has at each worker, not from used-up credit.
 
-D2LPM's credit is used up even by a client that is spread perfectly, so at the end of each round clients leave prefixes
-that are cached. Here a client leaves a worker only when it has more there than elsewhere. For client i and worker w,
-in units of service (w_e · prompt tokens that are not cached + w_q · output tokens; of a request in flight, as
-expected) per weight of the client and capacity of the worker:
+For client i and worker w, in units of service (w_e · prompt tokens that are not cached + w_q · output tokens; of a
+request in flight, as expected) per weight of the client and capacity of the worker:
 
     B[i,w]   of its requests in flight
     S[i,w]   sent to w so far; when a request is over, corrected to what it was
@@ -14,34 +12,12 @@ A request of L prompt tokens, of which m_w are cached at w and at most m* anywhe
     B[i,w] <= Q^w + the least B[i,v] of all                            (rule 1)
     S[i,w] <= Q^w + the least S[i,v] of those that rule 1 allows       (rule 2)
 
-Of these it goes where the sum of three delays is least:
+Of these it goes where T_w + (1 + `delayed` · n_w) · w_e · (m* - m_w) + `delayed` · n'_w · w_e · (L - m_w) is least:
+what w serves until it has served B[i,w], P[i,w] and this request if it serves clients in turns (`queues`), and what it
+costs the n_w requests in flight there, of which each client counts up to eight (n'_w).
 
-    T_w  +  (1 + `delayed` · n_w) · w_e · (m* - m_w)  +  `delayed` · n'_w · w_e · (L - m_w)
-
-T_w is its own: what w serves until it has served B[i,w], P[i,w] and this request, if w serves clients in turns. Of each
-other client that is at most as much as of i itself (`queues`). "Least loaded" counts everything, so a flood hides from
-all others which worker is the better one for them. The others are everybody's delay, which LMetric (arXiv 2603.15202)
-weighs alone: a prompt delays the requests in flight at w, n_w per capacity. Of the prompt as such a client's requests
-count up to eight only (n'_w), so that a flood does not make a worker look bad; tokens that another worker has, and
-that are computed once more, are lost to all and count in full. So an idle worker is used at once, even if it must
-compute a prefix again, and under overload a prefix stays where it is.
-
-What follows a prefix: a request of which less than half is cached, apart from what all workers have, begins one. From
-the client's fifth on, it is expected to bring as much as the client's prefixes did on average. So trees that begin
-together are spread before their branches come.
-
-Unit of fairness: none by itself, as for `d2lpm`. With a fair policy at every worker, clients that wait at every worker
-differ by at most 2·|W|·(U + Q^u): the proof of Theorem 5.1 (DLPM paper) does not ask how requests are placed. Rules 1
-and 2 are ours and serve its premise. With c the units of a client's largest request, more than |W|·(Q^w + c) in flight
-are some at every worker (rule 1); and no worker was sent Q^w + c more than another where the client had not more than
-Q^w waiting (rule 2). So the case of Theorem A.5, a client that never leaves its prefix, cannot occur; nor does it help
-anybody to send just so much that it may stay. Between two requests queues can become empty at different times,
-and no placement helps that without moving requests that wait. With Q^w infinite nothing is bounded.
-
-Trade-offs: it is as good as the expected lengths of the answers. A Q^w below about 16 programs costs hits; above it
-seldom decides anything, and is how long a client may stay at one worker though it has work for all.
-Unlike with `d2lpm`, cached tokens are free here as they are at the worker: a prefix that all workers have does not make
-a client move on. A worker that could not be used for a while, or that is new, need not be made up for.
+Bound: with a fair policy at every worker, clients that wait at every worker differ by at most 2·|W|·(U + Q^u). The
+proof, what each term is for and the trade-offs are in docs/policies.md.
 """
 
 from collections.abc import Mapping, Sequence

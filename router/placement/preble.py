@@ -3,37 +3,17 @@
 Preble (Srivatsa et al., 2024), §3, with the constants and the window of its public code. For each request:
 
 * *Exploit* if the longest match is longer than the rest of the prompt: among the workers that hold it, the cheapest.
-* *Explore* otherwise: the worker with the least L + M + P, in seconds of work.
-  L, load: over a window of 3 minutes, for each important prefix that the worker is used for, miss rate x requests x
-  time to prefill it, shared among the workers that it is used at; plus the decoding under way, requests x output
-  tokens x median time per output token. M, eviction: what must be dropped to make room, as the time to prefill it
-  again, weighted by miss rate and requests. P: the prefill of this request, given what this worker holds of it.
+* *Explore* otherwise: the worker with the least L + M + P, in seconds of work. L, load: over a window of 3 minutes, for
+  each important prefix that the worker is used for, miss rate x requests x time to prefill it, shared among the workers
+  that it is used at; plus the decoding under way. M, eviction: the time to prefill again what must be dropped to make
+  room, weighted by miss rate and requests. P: the prefill of this request, given what this worker holds of it.
 * *Rebalance*, after 50 requests per worker: if the heaviest carries more than 1.5 times the lightest, prefixes that
-  were asked for more than once move from one to the other, the cheapest first, as long as that does not turn the
-  imbalance around. If there is only one such prefix, moving it is of no use: it is replicated ("autoscaled") once
-  the heavy worker's time to first token has doubled from the first to the second half of the window.
+  were asked for more than once move to the lightest, the cheapest first, as long as that does not turn the imbalance
+  around. One that is alone is replicated once the heavy worker's time to first token has doubled within the window.
 
 The *important* prefix of a prompt is the deepest stretch between two branches of the tree that is longer than all
-above it (Preble's "large node"). Only important prefixes carry load. The window holds the latest requests, each with
-its important prefix, which is used at one or more workers and whose cost is shared among these. Every sum is kept up to
-date, so no decision looks at all prefixes.
-
-Cached prefixes come from the router's shared tree, which follows the replicas' own events; Preble's own tree believes
-what it once routed. So all placements are compared on the same knowledge, and there is one tree to bound. Kept here
-is a window of at most `max_window` requests and the prefixes in it, found by a digest.
-
-Unit of fairness: none. Trade-off: locality and load are weighed in seconds, whoever asks.
-
-Errors of the public code, and what is done here instead. The cheapest holder is returned by its name, not by its
-position among the holders. A prompt that is wholly cached exploits, because the true match length decides. Nothing
-scans all nodes: loads are running sums, and eviction and rebalancing look at `probe` prefixes at most. Costs are
-brought up to date after every single move; another pair of workers has its turn with the next request, in place of a
-recursion on old costs. Moving a prefix takes it from the heavy worker only, and leaves longer prefixes that are
-important themselves where they are. Everything has a bound. Room in a cache is counted, where the code takes memory
-to be always full; prefixes outside the window are dropped first and cost nothing.
-
-Other differences: the output length of a request is its limit (45 tokens if it names none), as in the code, and not
-the average of past ones, as in the paper. A conversation that grows turn by turn is another prefix each time.
+above it. Only important prefixes carry load. Every sum is kept up to date, so no decision looks at all prefixes. Where
+this differs from the public code is in docs/policies.md.
 """
 
 import math
