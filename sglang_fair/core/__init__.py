@@ -25,14 +25,12 @@ from typing import Any, get_args
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.drr import Drr
-from sglang_fair.core.fcfs import Fcfs
-from sglang_fair.core.lcf import Lcf
-from sglang_fair.core.lpm import Lpm
+from sglang_fair.core.fcfs import Fcfs, Lpm
 from sglang_fair.core.policy import OPTION, Policy
 from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPredict
 from sglang_fair.core.rpm import Rpm
 from sglang_fair.core.slo import Slo
-from sglang_fair.core.vtc import Vtc
+from sglang_fair.core.vtc import Lcf, Vtc
 from sglang_fair.core.wsc import Wsc, WscDlpm
 
 POLICIES: Mapping[str, type[Policy]] = {

@@ -112,35 +112,30 @@ class Admission:
     def tick(self, now_s: float) -> None:
         """It is `now_s`; see `FairQueue.tick`."""
         self.queue.tick(now_s)
-        for listener in self.listeners["tick"]:
-            listener.tick(now_s)
+        self.listeners.notify("tick", now_s)
 
     def refuses(self, job: Job) -> str | None:
         """Why a new request may not wait here, for its sender; None: it may, and `arrive` follows at once."""
         reason = self.queue.refuses(job)
         if reason is not None:
-            for listener in self.listeners["refused"]:
-                listener.refused(job, reason)
+            self.listeners.notify("refused", job, reason)
         return reason
 
     def arrive(self, job: Job) -> None:
         """A request joined the queue. ValueError if its id is already here."""
         self.queue.arrive(job)
-        for listener in self.listeners["arrive"]:
-            listener.arrive(job)
+        self.listeners.notify("arrive", job)
 
     def leave(self, job: Job) -> None:
         """A waiting request was aborted."""
         self._stuck.discard(job.client)
         self.queue.leave(job.id)
-        for listener in self.listeners["leave"]:
-            listener.leave(job)
+        self.listeners.notify("leave", job)
 
     def retract(self, job: Job) -> None:
         """The engine took a running request back: it waits, first in line."""
         self.queue.retract(job)
-        for listener in self.listeners["retract"]:
-            listener.retract(job)
+        self.listeners.notify("retract", job)
 
     def evict(self, job: Job, urgent: Job) -> None:
         """The engine took the running `job` back for `urgent` (`Preemption.choose`), and has kept what it computed: it
@@ -148,8 +143,7 @@ class Admission:
         if self.preemption is None:
             raise ValueError(f"policy {self.queue.policy.name} takes no request back")
         self.queue.evict(job)
-        for listener in self.listeners["evict"]:
-            listener.evict(job, urgent)
+        self.listeners.notify("evict", job, urgent)
 
     def urgent(self) -> Job | None:
         """Between two passes: the request that is next by the policy, if running ones may be taken back for it and
@@ -237,8 +231,7 @@ class Admission:
         self, job: Job, *, extend_tokens: int, cached_tokens: int, path: Sequence[Hashable] = ()
     ) -> None:
         """`job` is in the batch; the arguments are those of `Account.begin`."""
-        for listener in self.listeners["admit"]:
-            listener.admit(job)
+        self.listeners.notify("admit", job)
         self._stuck.discard(job.client)
         self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
 
@@ -246,15 +239,13 @@ class Admission:
         """A batch was formed, or could not be. `cause` is why the engine admitted no other request (`waits`); None:
         it was offered none."""
         found = cause or (RUNNING if self._held else STEP if self._deferrals_left else PREFIX)
-        for listener in self.listeners["end_pass"]:
-            listener.end_pass(found)
+        self.listeners.notify("end_pass", found)
 
     # ---- prompts that are being computed
 
     def extend(self, job: Job, tokens: int, block: Hashable | None) -> None:
         """The batch computes `tokens` more of an admitted prompt, from `block` on."""
-        for listener in self.listeners["cached"]:
-            listener.cached(job)
+        self.listeners.notify("cached", job)
         if block is not None:
             job.block = block
             self._prefixes.computes(job)
@@ -265,11 +256,9 @@ class Admission:
         self._prefixes.changed()
         for job in jobs:
             is_whole = not job.decoding and job.reached_tokens >= job.prompt_tokens
-            for listener in self.listeners["cached"]:
-                listener.cached(job)
+            self.listeners.notify("cached", job)
             if is_whole:
-                for listener in self.listeners["computed"]:
-                    listener.computed(job)
+                self.listeners.notify("computed", job)
 
     def step(
         self,
@@ -280,15 +269,13 @@ class Admission:
         requests: int = 0,
     ) -> None:
         """A step is over, `computed` included; the arguments are those of `Steps.step`."""
-        for listener in self.listeners["step"]:
-            listener.step(duration_s, extended or {}, decoded=decoded, requests=requests)
+        self.listeners.notify("step", duration_s, extended or {}, decoded=decoded, requests=requests)
 
     def finish(self, job: Job, outcome: Outcome = "finished") -> None:
         """A running request ended, by itself or by abort."""
         self._stuck.discard(job.client)
         self.queue.finish(job.id)
-        for listener in self.listeners["finish"]:
-            listener.finish(job, outcome)
+        self.listeners.notify("finish", job, outcome)
 
     # ---- the books
 

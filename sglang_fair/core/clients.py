@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
@@ -138,10 +138,16 @@ class ClientQueues:
         return len(self._queues)
 
 
+@dataclass
 class ByClient(Policy):
-    """A policy with a queue for each client, which `_seat` ranks."""
+    """A policy with a queue for each client, which `_seat` ranks. Some clients that wait have their turn, and the
+    others wait for that."""
 
-    _queues: ClientQueues
+    turn_cause: ClassVar[str]
+    """What a client waits for that has not its turn (`waits`)."""
+    _queues: ClientQueues = field(default_factory=ClientQueues, init=False, repr=False)
+    _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
+    """What the next call of `turns` says."""
 
     @abstractmethod
     def _seat(self, client: str) -> None:
@@ -159,30 +165,32 @@ class ByClient(Policy):
         for client in self._queues.release():
             self._seat(client)
 
+    def turns(self) -> Mapping[str, bool]:
+        """Of the clients that wait, those whose turn has come (True) or is no more (False) since the last call. A
+        client has its turn unless this has said otherwise since it began to wait. O(what changed)."""
+        turns, self._turns = self._turns, {}
+        return turns
 
-class OneTurn:
-    """For policies under which one client at a time has its turn. O(clients that have begun to wait)."""
+    def has_turns(self) -> bool:
+        """Whether a client without its turn waits for others' turns, and not only for the next `pick`."""
+        return True
 
-    def __init__(self) -> None:
-        self._changed: dict[str, bool] = {}
-        self._has_turn: str | None = None
-        """The client that had it at the last `changes`."""
 
-    def begins(self, client: str) -> None:
-        """`client` begins to wait."""
-        self._changed[client] = False
+@dataclass
+class OneTurn(ByClient):
+    """One client at a time has its turn: `_next`."""
 
-    def ends(self, client: str) -> None:
-        """`client` waits no more."""
-        self._changed.pop(client, None)
+    _had_turn: str | None = field(default=None, init=False, repr=False)
+    """The client that had it at the last call of `turns`."""
 
-    def changes(self, first: str | None) -> Mapping[str, bool]:
-        """The answer of `Policy.turns`; `first` has its turn now."""
-        changed, self._changed = self._changed, {}
-        before = self._has_turn
-        if before is not None and before != first:
-            changed[before] = False
-        if first is not None:
-            changed[first] = True
-        self._has_turn = first
-        return changed
+    @abstractmethod
+    def _next(self) -> str | None:
+        """Whose request goes next."""
+
+    def turns(self) -> Mapping[str, bool]:
+        if self._had_turn is not None:
+            self._turns[self._had_turn] = False
+        self._had_turn = self._next()
+        if self._had_turn is not None:
+            self._turns[self._had_turn] = True
+        return super().turns()

@@ -26,9 +26,9 @@ from typing import Any, ClassVar
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.clients import PATIENCE, ByClient, ClientQueues
+from sglang_fair.core.fcfs import longest_prefix
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
-from sglang_fair.core.lpm import longest_prefix
 from sglang_fair.core.newcomers import Newcomers, Standing
 from sglang_fair.core.policy import DEFAULT_QUANTUM, checked_quantum
 from sglang_fair.core.predictor import Predictor
@@ -83,7 +83,6 @@ class Dlpm(ByClient):
     """How often rounds had to pass because no waiting client was positive."""
     _round: int = field(default=0, init=False, repr=False)
     _deficits: dict[str, Deficit] = field(default_factory=dict, init=False, repr=False)
-    _queues: ClientQueues = field(init=False, repr=False)
     _ready: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     _parked: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     _debtors: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
@@ -96,8 +95,6 @@ class Dlpm(ByClient):
     _new: Newcomers = field(init=False, repr=False)
     _least_dropped: float = field(default=inf, init=False, repr=False)
     """The least credit that was forgotten with a client."""
-    _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
-    """Clients that wait and were seated since the last `turns`: whether they may be served."""
 
     def __post_init__(self) -> None:
         self.quantum = checked_quantum(self.quantum)
@@ -185,11 +182,6 @@ class Dlpm(ByClient):
     def counter(self, client: str) -> float | None:
         account = self._deficits.get(client)
         return None if account is None else self._units(account)
-
-    def turns(self) -> Mapping[str, bool]:
-        """A client has its turn while it is positive, or may borrow."""
-        turns, self._turns = self._turns, {}
-        return turns
 
     def has_turns(self) -> bool:
         """False if every client that waits has used up its credit: the next `pick` refills them."""

@@ -25,7 +25,7 @@ from math import ceil, floor
 from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.clients import ByClient, ClientQueues, OneTurn
+from sglang_fair.core.clients import OneTurn
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import DEFAULT_QUANTUM, checked_quantum
@@ -45,7 +45,7 @@ class Credit:
 
 
 @dataclass
-class Drr(ByClient):
+class Drr(OneTurn):
     """Round robin by credit, FIFO within a client. ValueError for a quantum below `LEAST_QUANTUM`."""
 
     name: ClassVar[str] = "drr"
@@ -59,7 +59,6 @@ class Drr(ByClient):
     """The visit in progress; all smaller ones are over."""
     _places: int = field(default=0, init=False, repr=False)
     _credits: dict[str, Credit] = field(default_factory=dict, init=False, repr=False)
-    _queues: ClientQueues = field(init=False, repr=False)
     _turn: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Clients with a request that is not held, by the visit at which they may be served."""
     _rich: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
@@ -67,17 +66,15 @@ class Drr(ByClient):
     _passed_over: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Clients all of whose waiting requests are held, by the visit at which they may be served."""
     _idle: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
-    _turns: OneTurn = field(default_factory=OneTurn, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.quantum = checked_quantum(self.quantum)
-        self._queues = ClientQueues()
 
     def arrive(self, job: Job) -> None:
         self._idle.discard(job.client)
         self._settle(job.client)
         if job.client not in self._queues:
-            self._turns.begins(job.client)
+            self._turns[job.client] = False
         self._queues.put(job)
         self._seat(job.client)
 
@@ -85,7 +82,7 @@ class Drr(ByClient):
         self._settle(job.client)
         self._queues.leave(job)
         if job.client not in self._queues:
-            self._turns.ends(job.client)
+            self._turns.pop(job.client, None)
         self._seat(job.client)
 
     def pick(self) -> Job | None:
@@ -117,12 +114,8 @@ class Drr(ByClient):
     def counter(self, client: str) -> float | None:
         return self._units(client) if client in self._credits else None
 
-    def turns(self) -> Mapping[str, bool]:
-        """One client has its turn: that whose visit comes first."""
-        return self._turns.changes(self._turn.first())
-
-    def has_turns(self) -> bool:
-        return True
+    def _next(self) -> str | None:
+        return self._turn.first()
 
     def bound(self, input_units: float, output_units: float) -> float | None:
         """(2·(U + Q^d) + Q^d) / min weight."""

@@ -1,7 +1,9 @@
-"""FCFS: first come, first served, over all clients together. The simplest implementation of `Policy`.
+"""Orders over all clients together: FCFS, first come, first served, and LPM, longest prefix match first (SGLang's
+RadixAttention order, without its cut-off at 128 requests). The simplest implementations of `Policy`.
 
 Unit of fairness: none. A client gets service in proportion to what it sends, so one that floods the queue delays
-everybody behind its backlog.
+everybody behind its backlog. LPM has the best hit rate; a client with a hot prefix can keep all others waiting for
+ever, and one hot prefix of a client its other requests (DLPM §2, §3).
 """
 
 from dataclasses import dataclass, field
@@ -46,3 +48,18 @@ class Fcfs(Policy):
         for job in self._held:
             self._waiting.put(job, self.key(job))
         self._held.clear()
+
+
+def longest_prefix(job: Job) -> Any:
+    """Longest cached prefix first, then arrival order."""
+    return (-job.prefix_tokens, job.arrival)
+
+
+class Lpm(Fcfs):
+    """Jobs by cached prefix, one queue."""
+
+    name: ClassVar[str] = "lpm"
+    waits_for_prefixes: ClassVar[bool] = True
+
+    def key(self, job: Job) -> Any:
+        return longest_prefix(job)

@@ -9,6 +9,7 @@ steps (`check`).
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 SYSTEM = "(system)"
 """The account of work that no client caused: health probes, warm-up, recomputing after a retraction."""
@@ -31,6 +32,16 @@ class Usage:
     requests: int = 0
     transferred_units: float = 0.0
 
+    def shown(self) -> dict[str, float]:
+        """What is served, JSON-ready."""
+        return {
+            "extend_tokens": self.extend_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
+            "service": self.service,
+            "transferred_units": self.transferred_units,
+        }
+
     def add(self, other: "Usage") -> None:
         self.extend_tokens += other.extend_tokens
         self.output_tokens += other.output_tokens
@@ -38,24 +49,6 @@ class Usage:
         self.service += other.service
         self.requests += other.requests
         self.transferred_units += other.transferred_units
-
-
-@dataclass(frozen=True, slots=True)
-class Conservation:
-    """Charged tokens beside the engine's own counters. `ok` if they are equal and were equal at each check.
-
-    `checks` counts the calls of `Ledger.check`, `mismatches` those that found a difference; `first_mismatch` has the
-    four numbers of the first one, by their names here.
-    """
-
-    ok: bool
-    charged_extend_tokens: int
-    engine_extend_tokens: int
-    charged_output_tokens: int
-    engine_output_tokens: int
-    checks: int = 0
-    mismatches: int = 0
-    first_mismatch: Mapping[str, int] | None = None
 
 
 @dataclass
@@ -118,28 +111,32 @@ class Ledger:
         Call it between two steps of the engine, when both sides are complete. Returns whether they agree.
         """
         self.checks += 1
-        if self._agrees():
-            return True
-        self.mismatches += 1
-        if self.first_mismatch is None:
-            self.first_mismatch = self._numbers()
-        return False
+        agrees = self._agrees()
+        if not agrees:
+            self.mismatches += 1
+            self.first_mismatch = self.first_mismatch or self._numbers()
+        return agrees
 
-    def conservation(self) -> Conservation:
-        """The comparison as it stands. Valid between two steps; does not count as a check."""
-        ok = self._agrees() and not self.mismatches
-        return Conservation(
-            ok,
+    @property
+    def ok(self) -> bool:
+        """Whether charges and the engine's counters are equal, and were at each check. Valid between two steps."""
+        return self._agrees() and not self.mismatches
+
+    def conservation(self) -> Mapping[str, Any]:
+        """The comparison as it stands, JSON-ready; does not count as a check."""
+        return {
+            "ok": self.ok,
             **self._numbers(),
-            checks=self.checks,
-            mismatches=self.mismatches,
-            first_mismatch=self.first_mismatch,
-        )
+            "checks": self.checks,
+            "mismatches": self.mismatches,
+            "first_mismatch": self.first_mismatch,
+        }
 
     def _agrees(self) -> bool:
+        total = self.total
         return (
-            self.total.extend_tokens == self.engine_extend_tokens
-            and self.total.output_tokens == self.engine_output_tokens
+            total.extend_tokens == self.engine_extend_tokens
+            and total.output_tokens == self.engine_output_tokens
         )
 
     def _numbers(self) -> dict[str, int]:

@@ -4,7 +4,8 @@ The queue and its account, which the engine's charges go through, have each even
 that is noted before anything of it is charged.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from sglang_fair.core.job import Job
 
@@ -52,16 +53,20 @@ class Listener:
 EVENTS = tuple(name for name in vars(Listener) if not name.startswith("_"))
 
 
-class Listeners(dict[str, list[Listener]]):
-    """Those of one replica, by the events that they have, in turn."""
+class Listeners:
+    """Those of one replica, in turn."""
 
     def __init__(self, *listeners: Listener) -> None:
-        super().__init__((event, []) for event in EVENTS)
+        self._have: dict[str, list[Callable[..., None]]] = {event: [] for event in EVENTS}
         for listener in listeners:
             self.add(listener)
 
     def add(self, listener: Listener) -> None:
         """It comes after those that are there."""
-        for event, found in self.items():
+        for event, methods in self._have.items():
             if getattr(type(listener), event) is not getattr(Listener, event):
-                found.append(listener)
+                methods.append(getattr(listener, event))
+
+    def notify(self, event: str, *arguments: Any, **more: Any) -> None:
+        for method in self._have[event]:
+            method(*arguments, **more)

@@ -179,21 +179,6 @@ class Policy(ABC):
 
 
 @runtime_checkable
-class Turns(Protocol):
-    """Some clients that wait have their turn, and the others wait for that."""
-
-    turn_cause: ClassVar[str]
-    """What a client waits for that has not its turn (`waits`)."""
-
-    def turns(self) -> Mapping[str, bool]:
-        """Of the clients that wait, those whose turn has come (True) or is no more (False) since the last call. A
-        client has its turn unless this has said otherwise since it began to wait. O(what changed)."""
-
-    def has_turns(self) -> bool:
-        """Whether a client without its turn waits for others' turns, and not only for the next `pick`."""
-
-
-@runtime_checkable
 class Learns(Protocol):
     """A policy that knows more of requests the longer it runs."""
 

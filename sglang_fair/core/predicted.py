@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sglang_fair.core.dlpm import Dlpm
-from sglang_fair.core.predictor import MeanOfLast, Noisy, Oracle
+from sglang_fair.core.predictor import MeanOfLast, Noisy, Oracle, Predictor
 from sglang_fair.core.vtc import Vtc
 
 
@@ -36,35 +36,32 @@ class VtcPredict(Vtc):
     remembered_clients: int = 10_000
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.predictor = MeanOfLast(max_clients=self.remembered_clients)
+        self.predictor = self._predictor()
+
+    def _predictor(self) -> Predictor:
+        return MeanOfLast(max_clients=self.remembered_clients)
 
 
 @dataclass
-class VtcOracle(Vtc):
+class VtcOracle(VtcPredict):
     """VTC; the job announces its output."""
 
     name: ClassVar[str] = "vtc-oracle"
-    remembered_clients: int = 10_000
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.predictor = Oracle(MeanOfLast(max_clients=self.remembered_clients))
+    def _predictor(self) -> Predictor:
+        return Oracle(super()._predictor())
 
 
 @dataclass
-class VtcNoisy(Vtc):
+class VtcNoisy(VtcOracle):
     """VTC; the job announces its output, which is distorted by up to `noise_percent`."""
 
     name: ClassVar[str] = "vtc-noisy"
-    remembered_clients: int = 10_000
     noise_percent: float = 50.0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        mean = MeanOfLast(max_clients=self.remembered_clients)
-        self.predictor = Noisy(Oracle(mean), self.noise_percent, self.seed)
+    def _predictor(self) -> Predictor:
+        return Noisy(super()._predictor(), self.noise_percent, self.seed)
 
 
 @dataclass

@@ -213,36 +213,22 @@ class FairQueue:
         accounts = ledger.accounts()
         busiest = sorted(accounts, key=lambda name: -accounts[name].service)[:most]
         names = dict.fromkeys([*busiest, *list(self._clients)[:most]])
-        conservation = ledger.conservation()
         clients = {}
         for name in names:
             usage, presence = ledger.usage(name), self._clients.get(name, Presence())
             clients[name] = {
                 "counter": counters.get(name),
                 "weight": weights.of(name),
-                "extend_tokens": usage.extend_tokens,
-                "output_tokens": usage.output_tokens,
-                "cached_tokens": usage.cached_tokens,
-                "service": usage.service,
-                "transferred_units": usage.transferred_units,
+                **usage.shown(),
                 "requests": usage.requests,
                 "backlog": presence.backlog if presence.waiting else None,
                 "waiting": presence.waiting,
                 "running": presence.running,
             }
-        total = ledger.total
         return {
             "clients": clients,
-            "totals": {
-                "extend_tokens": total.extend_tokens,
-                "output_tokens": total.output_tokens,
-                "cached_tokens": total.cached_tokens,
-                "service": total.service,
-                "transferred_units": total.transferred_units,
-                "waiting": len(self._jobs),
-                "running": len(account.running),
-            },
-            "conservation": {name: getattr(conservation, name) for name in conservation.__slots__},
+            "totals": {**ledger.total.shown(), "waiting": len(self._jobs), "running": len(account.running)},
+            "conservation": ledger.conservation(),
             "payer": FIRST if account.payers is None else account.payers.rule,
             "bound": account.recent_bound(),
             "bound_since_start": account.bound(),

@@ -14,9 +14,10 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from sglang_fair.common.record import MOST_ENDED, MOST_NAME, Recent
+from sglang_fair.core.clients import ByClient
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listener
-from sglang_fair.core.policy import Policy, Turns
+from sglang_fair.core.policy import Policy
 from sglang_fair.core.waits import BY_NONE, MEMORY, Overtaken, Overtakes, Wait, Waits
 
 NS = 1_000_000_000
@@ -73,7 +74,7 @@ class Record(Listener):
         self.waits = Waits()
         self._overtakes: Overtakes[Job] = Overtakes()
         self._policy = policy
-        self._turns = policy if isinstance(policy, Turns) else None
+        self._turns = policy if isinstance(policy, ByClient) else None
         self._here: dict[Job, Entry] = {}
         self._recent: Recent[Entry] = Recent(most)
         self._running = 0

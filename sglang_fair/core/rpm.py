@@ -19,7 +19,7 @@ from math import ceil, floor
 from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.clients import ByClient, ClientQueues
+from sglang_fair.core.clients import ByClient
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.waits import RATE
@@ -41,13 +41,10 @@ class Rpm(ByClient):
 
     _now_s: float = field(default=0.0, init=False, repr=False)
     _window: Sliding[str] = field(default_factory=Sliding, init=False, repr=False)
-    _queues: ClientQueues = field(default_factory=ClientQueues, init=False, repr=False)
     _open: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Clients that may be served, by the arrival of their first request."""
     _delayed: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Clients at their limit, by when their window opens."""
-    _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
-    """Clients that wait and were seated since the last `turns`: whether they may be served."""
 
     def __post_init__(self) -> None:
         if self.limit < 1:
@@ -93,14 +90,6 @@ class Rpm(ByClient):
     def counters(self) -> Mapping[str, float]:
         """The requests of the last minute that counted."""
         return self._window.counts()
-
-    def turns(self) -> Mapping[str, bool]:
-        """A client has its turn while it is below its limit."""
-        turns, self._turns = self._turns, {}
-        return turns
-
-    def has_turns(self) -> bool:
-        return True
 
     def _limit_of(self, client: str) -> int:
         return max(1, floor(self.limit * self.weights.of(client) + 0.5))

@@ -18,7 +18,7 @@ from math import inf
 from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.clients import ByClient, ClientQueues, OneTurn
+from sglang_fair.core.clients import OneTurn
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.predictor import Oracle, Predictor
@@ -26,7 +26,7 @@ from sglang_fair.core.waits import DEFICIT
 
 
 @dataclass
-class Vtc(ByClient):
+class Vtc(OneTurn):
     """Smallest counter first, then the earliest head request; FIFO within a client."""
 
     name: ClassVar[str] = "vtc"
@@ -36,23 +36,18 @@ class Vtc(ByClient):
     predictor: Predictor | None = None
 
     _counter: dict[str, float] = field(default_factory=dict, init=False, repr=False)
-    _queues: ClientQueues = field(init=False, repr=False)
     _turn: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     _idle: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     _left_last: str = field(default="", init=False, repr=False)
     _left_counter: float = field(default=0.0, init=False, repr=False)
     """Its counter, once it was forgotten."""
-    _turns: OneTurn = field(default_factory=OneTurn, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._queues = ClientQueues()
 
     def arrive(self, job: Job) -> None:
         client = job.client
         if client not in self._queues:
             self._idle.discard(client)
             self._counter[client] = max(self._counter.get(client, 0.0), self._floor())
-            self._turns.begins(client)
+            self._turns[client] = False
         self._queues.put(job)
         self._seat(client)
 
@@ -60,7 +55,7 @@ class Vtc(ByClient):
         self._queues.leave(job)
         if job.client not in self._queues:
             self._left_last, self._left_counter = job.client, 0.0
-            self._turns.ends(job.client)
+            self._turns.pop(job.client, None)
         self._seat(job.client)
 
     def pick(self) -> Job | None:
@@ -91,15 +86,7 @@ class Vtc(ByClient):
     def counter(self, client: str) -> float | None:
         return self._counter.get(client)
 
-    def turns(self) -> Mapping[str, bool]:
-        """One client has its turn: that with the smallest counter."""
-        return self._turns.changes(self._next())
-
-    def has_turns(self) -> bool:
-        return True
-
     def _next(self) -> str | None:
-        """Whose request goes next."""
         return self._turn.first()
 
     def bound(self, input_units: float, output_units: float) -> float | None:
@@ -140,3 +127,37 @@ class Vtc(ByClient):
             self._turn.discard(client)
         else:
             self._turn.put(client, (self._counter[client], head.arrival))
+
+
+@dataclass
+class Lcf(Vtc):
+    """LCF, least counter first: VTC without the lift. The VTC paper's baseline that shows what the lift is for.
+
+    A client that joins the queue keeps its counter; a new client starts at 0. Unit of fairness: service units in total
+    since the server started. Bound: none between clients that wait, because a client that was away longer is owed more;
+    one that comes late, or comes back late, is served alone until it has caught up.
+    Knobs: the weights; `remembered_clients`, how many absent clients' counters are kept.
+    Trade-offs: equal totals over a day suit a shared budget, not a shared queue. Known leak: a new name starts at 0,
+    and so does an absent client beyond `remembered_clients`; the smallest counters, which gain least by it, are
+    forgotten first.
+    """
+
+    name: ClassVar[str] = "lcf"
+    shares_steps: ClassVar[bool] = False
+    remembered_clients: int = 10_000
+
+    def idle(self, client: str) -> None:
+        super().idle(client)
+        while len(self._idle) > self.remembered_clients and (poorest := self._idle.first()) is not None:
+            self._forget(poorest)
+
+    def bound(self, input_units: float, output_units: float) -> float | None:
+        """None: there is no limit to what a client is owed for its absence."""
+        return None
+
+    def owes(self, client: str) -> bool:
+        """False: there is no bound that would want to know."""
+        return False
+
+    def _floor(self) -> float:
+        return 0.0

@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 from sglang_fair.core.clients import PATIENCE, ClientQueues, by_arrival
 from sglang_fair.core.cost import Linear
 from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.fcfs import longest_prefix
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
-from sglang_fair.core.lpm import longest_prefix
 from sglang_fair.core.normal import Normal
 from sglang_fair.core.policy import OPTION, Policy
 from sglang_fair.core.vtc import Vtc
@@ -121,7 +121,6 @@ class Wsc(Normalised, Vtc):
     """Clients whose first waiting request continues an interaction."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._set_prices()
         if not self.lead >= 0:
             raise ValueError(f"lead must be a number from 0 on, not {self.lead!r}")

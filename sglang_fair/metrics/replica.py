@@ -83,7 +83,7 @@ class ReplicaCounts:
             "clients": clients,
             "waits": {label: waits.plain() for label, waits in self._waits.items()},
             "waiting_tokens": sum(job.prompt_tokens - job.prefix_tokens for job in queue.jobs()),
-            "books_ok": ledger.conservation().ok,
+            "books_ok": ledger.ok,
         }
 
     def _other(self, queue: FairQueue, named: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

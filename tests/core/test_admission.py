@@ -14,8 +14,8 @@ from sglang_fair.core.admission import (
     Match,
     block_of,
 )
+from sglang_fair.core.fcfs import Lpm
 from sglang_fair.core.job import Job
-from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.step_times import FIRST_CHUNK_TOKENS

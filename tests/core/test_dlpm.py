@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.cost import Linear
 from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.fcfs import Lpm
 from sglang_fair.core.job import Job
-from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.newcomers import AT_ONCE
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue

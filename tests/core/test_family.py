@@ -12,12 +12,11 @@ from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.drr import Drr
 from sglang_fair.core.job import Job
-from sglang_fair.core.lcf import Lcf
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.predicted import DlpmPredict, VtcNoisy, VtcOracle, VtcPredict
 from sglang_fair.core.predictor import MeanOfLast, Noisy, Oracle
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.vtc import Vtc
+from sglang_fair.core.vtc import Lcf, Vtc
 from tests.core.test_dlpm import Flood
 from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Watcher, cases, run, traced

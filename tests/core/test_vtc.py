@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.cost import Linear
 from sglang_fair.core.job import Job
-from sglang_fair.core.lcf import Lcf
 from sglang_fair.core.policy import Policy
-from sglang_fair.core.vtc import Vtc
+from sglang_fair.core.vtc import Lcf, Vtc
 from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, cases, run, traced
 from tests.support.twins import Literal, Twins

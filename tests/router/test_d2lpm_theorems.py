@@ -32,8 +32,8 @@ from router.events import (
 from router.placement import PLACEMENTS, build, parameters
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
+from sglang_fair.core.fcfs import Lpm
 from sglang_fair.core.job import Job
-from sglang_fair.core.lpm import Lpm
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.vtc import Vtc

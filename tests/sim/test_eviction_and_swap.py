@@ -120,7 +120,7 @@ def test_nothing_is_lost_or_said_twice_whatever_is_taken_back_when(seed, host_to
             end.answer == answer(asked[end.id].tokens, asked[end.id].output_tokens)[: 4 * end.output_tokens]
         )
     assert replica.evictions.host.used_tokens == 0
-    assert replica.queue.account.ledger.conservation().ok
+    assert replica.queue.account.ledger.ok
 
 
 # ---- the host's pool

@@ -179,7 +179,7 @@ def test_a_request_for_no_output_makes_one_token_that_nobody_pays_for():
     replica.arrive(request("warm", 10, 0), 0.0)
     assert finished(drain(replica))["warm"].output_tokens == 1
     assert replica.queue.account.ledger.usage("a").output_tokens == 0
-    assert replica.queue.account.ledger.conservation().ok
+    assert replica.queue.account.ledger.ok
 
 
 def test_a_policy_may_refuse_and_may_delay():
@@ -208,7 +208,7 @@ def test_a_waiting_request_is_given_up_at_once_and_a_running_one_after_its_next_
     assert replica.abort("runs", 4.5) == []
     assert replica.abort("nobody", 4.5) == []
     assert drain(replica) == [ended(runs, 6.0, 6, aborted=True)]
-    assert replica.queue.account.ledger.conservation().ok
+    assert replica.queue.account.ledger.ok
     replica.check_pool()
 
 
@@ -221,7 +221,7 @@ def test_a_request_is_given_up_inside_its_prompt():
     replica.abort("long", 1.5)
     assert drain(replica) == [ended(asked, 2.0, 0, aborted=True)]
     assert replica.cache.tokens == 64  # the second chunk went with it
-    assert replica.queue.account.ledger.conservation().ok
+    assert replica.queue.account.ledger.ok
     replica.check_pool()
 
 
@@ -242,7 +242,7 @@ def test_those_with_the_least_output_are_taken_back_when_memory_runs_out():
     usage = replica.queue.account.ledger.usage
     assert (usage("a").extend_tokens, usage("b").extend_tokens) == (20, 20)
     assert usage("(system)").extend_tokens > 0
-    assert replica.queue.account.ledger.conservation().ok
+    assert replica.queue.account.ledger.ok
     counts = [event.output_tokens for event in events if isinstance(event, Progress) and event.id == "late"]
     assert counts == sorted(set(counts))
     replica.check_pool()
@@ -365,7 +365,7 @@ def test_every_request_ends_once_and_nothing_is_lost(case, policy, shared_prices
     assert ends == Counter(str(number) for number in range(40))
     assert [event.t_s for event in events] == sorted(event.t_s for event in events)
     ledger = replica.queue.account.ledger
-    assert ledger.conservation().ok
+    assert ledger.ok
     assert ledger.engine_extend_tokens == replica.meters.extend_tokens
     assert ledger.engine_output_tokens == replica.meters.output_tokens
     assert sum(event.output_tokens for event in finished(events).values()) == replica.meters.output_tokens

@@ -66,7 +66,7 @@ def attack(engine: Any, policy: str, stall_ms: float, trickle: bool) -> dict[str
         "trickle": accounts["trickle"].requests if trickle else 0,
         "seconds": now_s - began_s,
         "steps": steps,
-        "conserved": ledger.conservation().ok,
+        "conserved": ledger.ok,
     }
 
 
