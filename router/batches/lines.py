@@ -33,13 +33,7 @@ class _Line(msgspec.Struct):
     body: msgspec.Raw
 
 
-class _Body(msgspec.Struct):
-    model: Any = None
-    stream: Any = None
-
-
 _LINES = msgspec.json.Decoder(_Line)
-_BODIES = msgspec.json.Decoder(_Body)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
 
 
@@ -80,16 +74,18 @@ class Reader:
             return None
         try:
             found = _LINES.decode(line)
-            body = _BODIES.decode(found.body)
+            body = msgspec.json.decode(found.body)
+            if not isinstance(body, dict):
+                raise ValueError(f"it is {type(body).__name__}")
         except _UNREADABLE as error:
             self._refuse(*_unreadable(line, error))
             return None
-        refused = self._judge(found, body)
-        if refused is not None:
-            self._refuse(*refused)
+        judged = self._judge(found, body)
+        if not isinstance(judged, str):
+            self._refuse(*judged)
             return None
         self.items += 1
-        return Item(self.items, found.custom_id, self._model(body.model) or "", bytes(found.body))
+        return Item(self.items, found.custom_id, judged, bytes(found.body))
 
     def issues(self) -> tuple[Issue, ...]:
         """What is wrong with all that was read, by line."""
@@ -102,27 +98,29 @@ class Reader:
             return (Issue("empty_file", "the file has no requests"),)
         return found
 
-    def _judge(self, line: _Line, body: _Body) -> tuple[str, str, str] | None:
+    def _judge(self, line: _Line, body: dict[str, Any]) -> str | tuple[str, str, str]:
+        """The served model that is meant, or what is wrong: code, message and field."""
         if not 1 <= len(line.custom_id) <= MOST_CUSTOM_ID:
             return "invalid_custom_id", f"custom_id must have 1 to {MOST_CUSTOM_ID} characters", "custom_id"
         if line.method != "POST":
             return "invalid_method", f"method must be POST, not {line.method!r:.40}", "method"
         if line.url != self._endpoint:
             return "mismatched_url", f"url must be {self._endpoint}, not {line.url!r:.80}", "url"
-        if body.stream:
+        if body.get("stream"):
             return "stream_not_supported", "a request of a batch cannot be streamed", "body.stream"
-        model = self._model(body.model)
+        asked = body.get("model")
+        model = self._model(asked)
         if model is None:
-            return "model_not_found", f"the model {body.model!r:.200} does not exist here", "body.model"
+            return "model_not_found", f"the model {asked!r:.200} does not exist here", "body.model"
         try:
-            judge(self._endpoint, msgspec.json.decode(line.body), self._facts[model])
+            judge(self._endpoint, body, self._facts[model])
         except Wrong as wrong:
             return "invalid_value", str(wrong), f"body.{wrong.field}"
         digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
         if digest in self._seen:
             return "duplicate_custom_id", f"the custom_id {line.custom_id!r:.80} stands twice", "custom_id"
         self._seen.add(digest)
-        return None
+        return model
 
     def _model(self, asked: object) -> str | None:
         """The served model that is meant, or an adapter of which; None: none."""
