@@ -18,7 +18,7 @@ from sglang_fair.dashboard.history import (
     Sums,
     amounts,
 )
-from sglang_fair.dashboard.reading import OTHERS, Hits, Quarantine, Reading, Status, Worker
+from sglang_fair.dashboard.reading import OTHERS, Quarantine, Reading, Status, Worker
 from sglang_fair.dashboard.view import ClientView, Health, Level, Note, OthersView, ReplicaView, View
 
 SPANS: Mapping[str, tuple[float, int]] = {"10 min": (5.0, 120), "2 h": (60.0, 120), "24 h": (720.0, 120)}
@@ -117,7 +117,7 @@ class Model:
         }
         clients, others = _clients(followed, sums, buckets, slots, hungry)
         notes = _notes(reading, followed, replicas, self._at_s)
-        hits = status.hits if status is not None else Hits()
+        hits = defaultdict(float, status.hits if status is not None else {})
         total = sum(sums.clients.values(), amounts())
         known = [one for one in replicas if one.waiting is not None]
         parts = [part for one in followed.values() if (part := one.difference_over_bound) is not None]
@@ -138,8 +138,8 @@ class Model:
             waiting=sum(one.waiting or 0 for one in known) if known else None,
             running=sum(one.running or 0 for one in known) if known else None,
             hit_rate=_hit_rate(total),
-            predicted_hit_rate=_ratio(hits.measured_predicted_tokens, hits.measured_input_tokens),
-            measured_hit_rate=_ratio(hits.measured_cached_tokens, hits.measured_input_tokens),
+            predicted_hit_rate=_ratio(hits["measured_predicted_tokens"], hits["measured_input_tokens"]),
+            measured_hit_rate=_ratio(hits["measured_cached_tokens"], hits["measured_input_tokens"]),
             of_bound=max(parts, default=None),
             clients_seen=len(_active(followed, sums)),
             times=[bucket.number * history.step_s for bucket in buckets],
@@ -330,8 +330,8 @@ def _notes(
         notes.append(Note("bad", "router", "The router has no replica."))
     if status is not None:
         tenants = status.gateway.tenants
-        if tenants is not None and tenants.error:
-            text = f"The tenants' file cannot be used, and the one before holds: {tenants.error}"
+        if error := (tenants or {}).get("error"):
+            text = f"The tenants' file cannot be used, and the one before holds: {error}"
             notes.append(Note("bad", "gateway", text))
         notes += map(_in_quarantine, status.suspects.quarantine.items())
     for shown in replicas:
@@ -339,7 +339,7 @@ def _notes(
         if shown.state in ABOUT_REPLICAS:
             level: Level = "info" if shown.state in ("draining", "swapping", "no overlay") else "bad"
             notes.append(Note(level, shown.name, ABOUT_REPLICAS[shown.state]))
-        if one.report is not None and not one.report.conservation.ok:
+        if one.report is not None and not one.report.conservation.get("ok", True):
             text = "charges and the engine's own counters differ; its log says where"
             notes.append(Note("bad", shown.name, text))
         if (part := one.difference_over_bound) is not None and part > 1:

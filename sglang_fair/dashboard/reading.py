@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 SYSTEM = "(system)"
 """The account of work that no client caused (`core.ledger`)."""
@@ -42,12 +42,6 @@ class ClientReading(Totals, frozen=True):
     """The number of its present backlog; another one is a new backlog."""
 
 
-class Books(Struct, frozen=True):
-    """Whether charges and the engine's counters agree."""
-
-    ok: bool = True
-
-
 class ReplicaReport(Struct, frozen=True):
     """`GET /fair` of one scheduler."""
 
@@ -56,7 +50,8 @@ class ReplicaReport(Struct, frozen=True):
     totals: Totals
     bound: float | None = None
     refills: int | None = None
-    conservation: Books = Books()
+    conservation: dict[str, Any] = {}
+    """`ok`: charges and the engine's counters agree."""
 
 
 class Ranks(Struct, frozen=True):
@@ -84,25 +79,12 @@ class Worker(Struct, frozen=True):
     model: str = ""
 
 
-class Hits(Struct, frozen=True):
-    """Prompt tokens of answered requests: those that the router took to be cached, and those that were."""
-
-    measured_input_tokens: int = 0
-    measured_predicted_tokens: int = 0
-    measured_cached_tokens: int = 0
-
-
-class TenantsFile(Struct, frozen=True):
-    """How the gateway reads its tenants' file."""
-
-    error: str = ""
-
-
 class Front(Struct, frozen=True):
     """The gateway's own part of `/status`."""
 
     fallback: bool = False
-    tenants: TenantsFile | None = None
+    tenants: dict[str, Any] | None = None
+    """How it reads its tenants' file: `error`."""
 
 
 class Quarantine(Struct, frozen=True):
@@ -118,9 +100,8 @@ class Quarantine(Struct, frozen=True):
 
 
 class Suspects(Struct, frozen=True):
-    """The router's quarantine, by client."""
-
     quarantine: dict[str, Quarantine] = {}
+    """By client."""
 
 
 class Status(Struct, frozen=True):
@@ -129,8 +110,9 @@ class Status(Struct, frozen=True):
     gateway: Front
     placement: str = ""
     workers: dict[str, Worker] = {}
-    hits: Hits = Hits()
-    suspects: Suspects = field(default_factory=Suspects)
+    hits: dict[str, float] = {}
+    """Prompt tokens of answered requests: those that the router took to be cached, and those that were."""
+    suspects: Suspects = Suspects()
 
 
 GatewayState = Literal["up", "router down", "down", "denied"]

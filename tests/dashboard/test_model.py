@@ -29,7 +29,6 @@ from sglang_fair.dashboard.reading import (
     ReplicaReading,
     ReplicaReport,
     Status,
-    TenantsFile,
     Totals,
     Worker,
     gateway_reading,
@@ -387,7 +386,7 @@ def test_replicas_come_and_go_and_are_forgotten():
 def test_a_tenants_file_that_is_bad_is_said():
     good = reading(a=1).gateway.status
     assert good is not None
-    bad = replace(good, gateway=Front(tenants=TenantsFile(error="tenants.yaml:3:1: no")))
+    bad = replace(good, gateway=Front(tenants={"error": "tenants.yaml:3:1: no"}))
     view = after(Reading(GatewayReading("up", bad), {}))
     assert any("tenants.yaml:3:1" in note.text for note in view.notes)
     assert view.weights == "file"
