@@ -18,21 +18,18 @@ EPILOG = (
 
 
 def check(settings: Cluster) -> None:
-    """Raises SettingError for settings that no machine could start."""
     from sglang_fair.cluster import options
 
     options.check(options.Options(**vars(settings)))
 
 
 def serve(settings: Cluster) -> int:
-    """Runs a cluster until it is stopped; the exit code."""
     from sglang_fair.cluster import options, run
 
     return run.run_cluster(options.Options(**vars(settings)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; it takes a command line and returns the exit code."""
     return run_program("cluster", serve, arguments, check=check, help=HELP, epilog=EPILOG)
 
 

@@ -109,12 +109,10 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether the main process has not ended."""
         return self._process.returncode is None
 
     @property
     def served_s(self) -> float:
-        """Seconds since it became ready, 0 if it never did."""
         return 0.0 if self.ready_s is None else time.monotonic() - self.ready_s
 
     async def exited(self) -> str:
@@ -160,7 +158,6 @@ class Child:
         return in_time
 
     async def _sweep(self) -> None:
-        """Kills what the main process left behind."""
         if not self._swept:
             self._swept = await kill_session(self.pid)
 
@@ -221,7 +218,6 @@ async def kill_session(session: int) -> bool:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -48,7 +48,6 @@ class ConsoleReporter:
         self._progress_s = 0.0
 
     def line(self, name: str, line: str) -> None:
-        """Shows a line of a process, behind its name."""
         if not self._is_quiet(name) or TROUBLE.search(line):
             self._print(name, line)
 
@@ -68,7 +67,6 @@ class ConsoleReporter:
             self.say(text)
 
     def is_ready(self, name: str, after_s: float) -> None:
-        """Shows how long it took."""
         self.say(f"{name} is ready after {after_s:.1f} s")
 
     def died(self, name: str, how: str, tail: Iterable[str]) -> None:
@@ -79,16 +77,13 @@ class ConsoleReporter:
         self.say(f"{name} ended: {how}")
 
     def say(self, text: str) -> None:
-        """Shows a line of the supervisor itself."""
         self._write(Text.assemble((f"{'cluster':>{self._width + 2}}", OWN_STYLE), " ", text))
 
     def up(self, pids: dict[str, int]) -> None:
-        """Shows the addresses."""
         self.close()
         self._when_up(pids)
 
     def close(self) -> None:
-        """Takes the spinner away."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -40,7 +40,6 @@ class NoCluster(RuntimeError):
 
 
 def folder() -> Path:
-    """The folder with the sockets of this user's clusters."""
     return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"sglang-fair-{os.getuid()}"
 
 
@@ -53,7 +52,6 @@ class Control:
     """The supervisor's end of the socket."""
 
     def __init__(self, path: Path, handle: Handle) -> None:
-        """Does not listen until `start`."""
         self._path = path
         self._handle = handle
         self._server: asyncio.Server | None = None
@@ -61,7 +59,6 @@ class Control:
         self._peers = 0
 
     async def start(self) -> None:
-        """Starts to listen. Raises OSError if it cannot."""
         own_folder(self._path.parent)
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, self._path, limit=MAX_LINE_BYTES)

@@ -20,13 +20,11 @@ WHY = {**REASONS, "told": "it had the request already when this router came to k
 
 
 def read(gateway: str, request: str) -> dict[str, Any]:
-    """The gateway's answer. Raises `Unreachable`."""
     key = admin_key.key() or os.environ.get(TENANT_KEY_VARIABLE) or ""
     return fetch(f"{gateway.rstrip('/')}/explain/{quote(request, safe='')}", bearer(key))
 
 
 def in_words(answer: Mapping[str, Any]) -> str:
-    """For a person."""
     parts = ["\n".join(_request(request)) for request in answer["requests"]]
     if answer.get("router"):
         parts.append(f"The router could not be asked: {answer['router']}.")

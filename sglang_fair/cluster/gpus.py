@@ -41,7 +41,6 @@ class Gpu:
 
     @property
     def is_part(self) -> bool:
-        """Whether it is a MIG device."""
         return not self.name.isdecimal()
 
 
@@ -71,7 +70,6 @@ class Machine:
 
 
 def look(environ: Mapping[str, str] = os.environ) -> Machine:
-    """The machine's resources at this moment."""
     return Machine(
         cores=cores(),
         gpus=visible(listed(_nvidia_smi()), environ.get("CUDA_VISIBLE_DEVICES")),
@@ -92,7 +90,6 @@ def _nvidia_smi() -> str:
 
 
 def listed(text: str) -> tuple[Card, ...]:
-    """The GPUs in the output of `nvidia-smi -L`."""
     cards: list[Card] = []
     for line in text.splitlines():
         if found := _GPU.match(line):

@@ -98,11 +98,9 @@ class Local:
         """Those that are being added or drained, and take no requests."""
 
     def rows(self) -> list[ReplicaState]:
-        """In the order of their numbers."""
         return [self._row(spec) for spec in sorted(self._specs(), key=lambda spec: number(spec.name))]
 
     async def start(self, number: int, model: str | None, say: Say) -> None:
-        """One more, with its agent. Raises `Refused`."""
         has = [one.models[0] for one in self._specs()]
         try:
             spec, agent = self._plan(number, model, has)
@@ -137,7 +135,6 @@ class Local:
             self._link.tell(WorkerDrain(name))
 
     async def stop(self, name: str) -> None:
-        """With its agent."""
         spec = self._spec(name)
         await self._changed(self._supervisor.remove(name))
         for agent in self._supervisor.plan.of("agent"):
@@ -160,7 +157,6 @@ class Local:
         return next(spec for spec in self._specs() if spec.name == name)
 
     def _respec_router(self) -> None:
-        """Makes sure that a restarted router starts with the replicas that take requests."""
         workers = [spec.worker for spec in self._specs() if spec.worker and spec.name not in self._apart]
         for router in self._supervisor.plan.of("router"):
             self._supervisor.respec(with_workers(router, workers))

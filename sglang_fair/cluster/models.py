@@ -60,7 +60,6 @@ def loadable(cluster: Cluster) -> dict[int, tuple[str, ...]]:
 
 
 def _swaps(cluster: Cluster, replicas: int) -> dict[int, tuple[str, ...]]:
-    """The models that each replica can load, as --swap has them."""
     known = tuple(by_name(cluster))
     if cluster.swap == NONE:
         return {}
@@ -128,7 +127,6 @@ def fewest(names: Sequence[str], has: Sequence[str]) -> str:
 
 
 def _parsed(cluster: Cluster) -> dict[str, tuple[str, int | None]]:
-    """By name: the model, and how many replicas are asked for."""
     try:
         pairs = split_pairs(cluster.models, "model")
     except ValueError as error:

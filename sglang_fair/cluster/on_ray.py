@@ -103,7 +103,6 @@ class FleetSettings(msgspec.Struct, frozen=True):
 def fleet_settings(
     options: Options, device: Device, replicas: tuple[Replica, ...], files: FleetFiles, router: str
 ) -> FleetSettings:
-    """Those of the fleet of this cluster. Raises ConfigError."""
     assert options.ray is not None
     return FleetSettings(
         address=options.ray, bundle=bundle(options, device), wait_s=options.ray_wait_s, replicas=replicas,
@@ -118,7 +117,6 @@ def device(wanted: str) -> Device:
 
 
 def bundle(options: Options, device: Device) -> dict[str, float]:
-    """What Ray keeps free for one replica. Raises ConfigError."""
     ranks = gpus_per_replica(options.extra)
     found = {CPU: 1.0} | ({GPU: float(ranks)} if device == "cuda" else {})
     try:
@@ -210,7 +208,6 @@ class Host:
         return self._name
 
     def place(self) -> Place:
-        """Where it is."""
         return self._place
 
     def stop(self) -> None:
@@ -290,7 +287,6 @@ class Ray:
         return Actor(self._ray, made.remote(replica, self._environment, self._settings.loads))
 
     def close(self) -> None:
-        """Ends whatever of ours is left in the cluster."""
         self._ray.shutdown()
 
 
@@ -309,7 +305,6 @@ class Actor:
         await self._call(self._handle.stop)
 
     def kill(self) -> None:
-        """Ends it for good."""
         self._ray.kill(self._handle, no_restart=True)
 
     async def _call(self, method: Any) -> Any:
@@ -350,7 +345,6 @@ class Fleet:
         self.was_up = False
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises `FleetFailed`."""
         replicas = self._settings.replicas
         self._write()
         self._say(f"asks Ray at {self._settings.address} for room for {len(replicas)} replicas")
@@ -372,7 +366,6 @@ class Fleet:
                 await asyncio.gather(*(self._stop(one) for one in self._members.values()))
 
     def rows(self) -> list[ReplicaState]:
-        """The replicas in the order of their numbers."""
         return [
             ReplicaState(
                 one.replica.name,
@@ -506,7 +499,6 @@ class Output(io.TextIOBase):
         self._quiet = quiet
 
     def write(self, text: str) -> int:
-        """Prints what is left of `text`."""
         for line in text.splitlines():
             if of_a_replica := OF_A_REPLICA.match(line):
                 if not self._quiet or TROUBLE.search(of_a_replica[2]):
@@ -517,13 +509,11 @@ class Output(io.TextIOBase):
 
 
 def say(text: str) -> None:
-    """Shows a line."""
     with contextlib.suppress(BrokenPipeError):
         print(text, file=sys.__stdout__, flush=True)
 
 
 async def serve(settings: FleetSettings, nodes: Ray) -> None:
-    """Until SIGTERM or SIGINT. Raises `FleetFailed`."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for one in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(one, stop.set)

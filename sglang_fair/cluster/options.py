@@ -222,7 +222,6 @@ def extra_argument(extra: Sequence[str], *names: str) -> str | None:
 
 
 def extra_number(extra: Sequence[str], default: int, *names: str) -> int:
-    """Like `extra_argument`, for one that is a whole number from 1."""
     text = extra_argument(extra, *names)
     if text is None:
         return default

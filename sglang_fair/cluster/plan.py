@@ -131,7 +131,6 @@ class Replica:
     """Those that it can load in turn, the first one first; its agent says which it has. (): it keeps its own."""
 
     def renamed(self, name: str) -> "Replica":
-        """Another one like it."""
         settings = dict(self.settings)
         if settings.get("normal") is not None:
             settings["normal"] = settings["normal"].removesuffix(self.name) + name
@@ -186,7 +185,6 @@ class Plan:
     router_http: str | None = None
 
     def of(self, *roles: Role) -> tuple[Process, ...]:
-        """The processes of these roles, in the plan's order."""
         return tuple(process for process in self.processes if process.role in roles)
 
 
@@ -316,14 +314,12 @@ def _gateway_settings(options: Options, models: Sequence[Model], router: str, po
 def _served(
     options: Options, each: Sequence[Model], swaps: Mapping[int, Sequence[Model]]
 ) -> tuple[Model, ...]:
-    """All models, in the order of --models."""
     found = {model.served_name: model for models in (each, *swaps.values()) for model in models}
     names = [name for name in options.model_names() if name in found]
     return tuple(found[name] for name in (names if options.models else found))
 
 
 def agent_name(replica: str) -> str:
-    """What the agent beside a replica is called."""
     return "a" + replica.removeprefix("r")
 
 
@@ -444,10 +440,8 @@ def gateway_url(host: str, port: int, *, is_secure: bool = False) -> str:
 
 
 def admin_url(options: Options) -> str | None:
-    """Where operators ask; None: where clients do."""
     return None if options.admin_port is None else served_url(options, options.admin_host, options.admin_port)
 
 
 def dashboard_url(options: Options) -> str | None:
-    """Where the page is; None: nowhere."""
     return None if options.dashboard_port is None else gateway_url(LOCAL, options.dashboard_port)

@@ -50,7 +50,6 @@ class Marks:
     """
 
     def __init__(self, kind: str) -> None:
-        """Takes none yet."""
         self._kind = kind
         self._held: dict[str, socket.socket] = {}
 
@@ -80,7 +79,6 @@ class Marks:
         return tuple(self._held[name].fileno() for name in names if name in self._held)
 
     def close(self) -> None:
-        """Frees all of them."""
         self.give_back(*list(self._held))
 
 
@@ -93,7 +91,6 @@ class Reservations:
         self._marks = Marks("port")
 
     def take(self, port: int) -> bool:
-        """Reserves `port`. False if it is in use or another supervisor has it."""
         if not self._marks.take(str(port)):
             return False
         is_ours = False
@@ -110,7 +107,6 @@ class Reservations:
         return Ports(gateway or self._run(), self._run(), tuple(self.replica(loads) for _ in range(replicas)))
 
     def replica(self, loads: bool) -> ReplicaPorts:
-        """Those of one more replica. Raises `PortTaken`."""
         return ReplicaPorts(self._run(), self._run(2), self._run(), self._run() if loads else None)
 
     def one(self, asked: int | None, option: str) -> int:
@@ -140,7 +136,6 @@ class Reservations:
         self._marks.give_back(*(str(port) for port in taken if port is not None))
 
     def close(self) -> None:
-        """Frees all of them."""
         self._marks.close()
 
 

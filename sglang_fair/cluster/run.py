@@ -149,7 +149,6 @@ def _make_service_keys(options: Options) -> None:
 
 
 async def _find_models(options: Options, machine: Machine, stop: asyncio.Event) -> dict[str, Model]:
-    """By the names that clients use."""
     found: dict[str, Model] = {}
     is_emulated = options.emulation() is not None
     for called, wanted in options.model_names().items():
@@ -161,7 +160,6 @@ async def _find_models(options: Options, machine: Machine, stop: asyncio.Event) 
 def _fleet_files(
     options: Options, device: Device, machine: Machine, each: Sequence[Model], ports: Ports, folder: str
 ) -> FleetFiles:
-    """Written for the fleet to read."""
     files = FleetFiles(Path(folder, "fleet.json"), Path(folder, "replicas"), socket_path(ports.gateway))
     replicas = replicas_for(options, device, machine, each)
     files.listed.touch()
@@ -219,7 +217,6 @@ def _keys(folder: str | None) -> Keys | None:
 
 
 def _check_alike(models: Sequence[Model]) -> None:
-    """Raises ConfigError for models that one replica cannot load in turn."""
     try:
         checkpoint.alike({model.served_name: model.folder for model in models})
     except (ValueError, OSError) as error:
@@ -227,7 +224,6 @@ def _check_alike(models: Sequence[Model]) -> None:
 
 
 def _signals() -> list[signal.Signals]:
-    """What ends a cluster: Ctrl-C, a request to end, and a closed terminal, except under `nohup`."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 

@@ -48,12 +48,10 @@ class ScaleUp:
         return _model(shortage)
 
     def started(self, now_s: float) -> None:
-        """It serves."""
         self.added += 1
         self._short_s, self._not_before_s = 0.0, now_s + self.settle_s
 
     def failed(self, now_s: float) -> None:
-        """It could not be started."""
         self._short_s, self._not_before_s = 0.0, now_s + self.retry_s
 
 

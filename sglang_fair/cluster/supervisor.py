@@ -73,12 +73,10 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Main process ids by name."""
         return {name: child.pid for name, child in self._children.items()}
 
     @property
     def plan(self) -> Plan:
-        """The plan, with the processes that were added and without those that were removed."""
         return self._plan
 
     def state(self, name: str) -> str:
@@ -292,7 +290,6 @@ class Supervisor:
         return next(spec for spec in self._plan.processes if spec.name == name)
 
     def _is_last(self, spec: Process) -> bool:
-        """Whether it is the last replica of a model."""
         others = [
             one.models
             for one in self._plan.of("replica")

@@ -94,7 +94,6 @@ class Workers:
         """The states of the replicas that are being added or drained."""
 
     async def handle(self, request: dict[str, Any], say: Say) -> dict[str, Any]:
-        """One request of `control`. Raises `Refused`."""
         match request:
             case {"do": "list"}:
                 return {"workers": [vars(row) for row in await self.seen()]}
@@ -109,7 +108,6 @@ class Workers:
         raise Refused("not a request: list, add or drain a name")
 
     def rows(self) -> list[ReplicaState]:
-        """The replicas in the order of their numbers."""
         return [replace(row, state=self._states.get(row.name, row.state)) for row in self._crew.rows()]
 
     async def seen(self) -> list[ReplicaState]:

@@ -80,7 +80,6 @@ def make_if_none(folder: Path) -> None:
 
 
 def _check(key: bytes) -> None:
-    """Raises ValueError for what is no key."""
     try:
         is_key = len(key) == 40 and len(decode(key)) == 32
     except (KeyError, struct.error):  # no character of Z85, or a number that is too large
@@ -183,7 +182,6 @@ class Gate:
 
     @property
     def sockets(self) -> list[Socket]:
-        """Those to poll."""
         return [self._asked, *(one.monitor for one in self._watched)]
 
     def watch(self, server: Socket) -> None:
@@ -191,7 +189,6 @@ class Gate:
         self._watched = (*self._watched, Refusals(server))
 
     def serve(self, source: Socket) -> None:
-        """Reads what has come to one of `sockets`."""
         if source is self._asked:
             with contextlib.suppress(zmq.Again):
                 self._answer(source.recv_multipart(zmq.NOBLOCK))

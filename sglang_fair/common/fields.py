@@ -78,7 +78,6 @@ class Facts(NamedTuple):
         return Facts(most_logprobs=most_logprobs, allowed=allowed)
 
     def most(self, limit: Limit) -> int:
-        """A limit in numbers."""
         if limit == "logprobs":
             return self.most_logprobs
         if limit == "vocabulary":
@@ -110,7 +109,6 @@ class Rule:
         return None
 
     def schema(self, facts: Facts) -> Schema:
-        """The same in JSON Schema."""
         return {}
 
 
@@ -509,7 +507,6 @@ def judge(route: str, body: Mapping[str, Any], facts: Facts, *, at_replica: bool
 
 
 def check(name: str, rule: Rule, value: Any, facts: Facts) -> None:
-    """Raises `Wrong` if the field's value is not as its row says."""
     if (wrong := rule.problem(value, facts)) is not None:
         raise Wrong(name, wrong)
 
@@ -579,7 +576,6 @@ def is_simple(pattern: str) -> bool:
 
 
 def _repetition(text: str, least: str | None, most: str | None) -> tuple[int, float]:
-    """How often at least, and at most."""
     if text[0] != "{":
         return int(text == "+"), 1 if text == "?" else inf
     first = int((least or "0")[:9])
@@ -587,7 +583,6 @@ def _repetition(text: str, least: str | None, most: str | None) -> tuple[int, fl
 
 
 def _nesting(text: str) -> int:
-    """How deep brackets stand within each other, those in quotes too."""
     deep = most = 0
     for one in re.findall(r"[\[\](){}]", text):
         deep += 1 if one in "[({" else -1

@@ -13,7 +13,6 @@ class ServiceKey:
     variable: str
 
     def key(self) -> str:
-        """The key; "" where there is none."""
         return os.environ.get(self.variable, "")
 
     def headers(self) -> dict[str, str]:

@@ -164,7 +164,6 @@ def _end_s(shows: ssl.SSLContext, certificate: str) -> float:
 
 
 def _stamp(file: str) -> tuple[int, int] | None:
-    """None: it is not there."""
     try:
         found = Path(file).stat()
     except OSError:

@@ -44,7 +44,6 @@ def check(settings: Dashboard) -> None:
 
 
 def serve(settings: Dashboard) -> int:
-    """Serves until SIGTERM or SIGINT; the exit code."""
     from sglang_fair.dashboard.server import Session, application
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(name)s %(levelname)s %(message)s")

@@ -26,7 +26,6 @@ TOKENS = slice(EXTEND, SERVICE)
 
 
 def amounts() -> Amounts:
-    """Zeros."""
     return np.zeros(WAITED_S + 1)
 
 
@@ -54,7 +53,6 @@ class Bucket:
     """By replica: the largest difference between two clients' service, divided by the bound."""
 
     def fold(self) -> None:
-        """Drops names that are too many."""
         if len(self.clients) > MOST_NAMED:
             others = self.clients.pop(OTHERS, amounts())
             kept = nlargest(MOST_NAMED, self.clients.items(), key=lambda item: (item[1][SERVICE], item[0]))
@@ -135,9 +133,7 @@ class Sums:
             add(self.replicas, bucket.replicas)
 
     def of(self, client: str) -> Amounts:
-        """Of one client."""
         return self.clients.get(client, amounts())
 
     def rate(self, amount: float) -> float:
-        """Units a second."""
         return float(amount) / self.observed_s if self.observed_s else 0.0

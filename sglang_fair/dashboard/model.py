@@ -319,7 +319,6 @@ def _in_quarantine(case: tuple[str, Quarantine]) -> Note:
 def _notes(
     reading: Reading | None, followed: Mapping[str, Followed], replicas: Sequence[ReplicaView], at_s: float
 ) -> list[Note]:
-    """The worst first."""
     if reading is None:
         return []
     notes = []
@@ -357,7 +356,6 @@ def _worker(name: str, status: Status | None) -> Worker | None:
 
 
 def _rate(bucket: Bucket, names: Iterable[str]) -> float | None:
-    """Units a second of these clients."""
     if not bucket.looks or not bucket.observed_s:
         return None
     units = sum(float(bucket.clients[name][SERVICE]) for name in names if name in bucket.clients)

@@ -147,7 +147,6 @@ class Poller:
             await asyncio.sleep(max(0.1, began_s + self._every_s - time.monotonic()))
 
     def view(self, span: str) -> View:
-        """What is to be shown."""
         return self._model.view(span)
 
     def encoded(self, span: str) -> bytes:

@@ -158,7 +158,6 @@ def replica_reading(name: str, status: int | None, body: bytes) -> dict[str, Rep
 
 
 def _decoded(body: bytes, kind: type[Any]) -> Any:
-    """A `kind`; None for anything else."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -66,11 +66,9 @@ class Session:
 
     @property
     def needs_key(self) -> bool:
-        """Whether there is a key to give."""
         return bool(self._key)
 
     def is_key(self, given: str) -> bool:
-        """Whether that is the key."""
         return self.needs_key and hmac.compare_digest(given.encode("utf-8", "surrogatepass"), self._key)
 
     def issue(self) -> str:
@@ -238,7 +236,6 @@ def _remember(response: web.Response, session: Session) -> None:
 
 
 def _weight(body: bytes) -> float:
-    """The weight in a body. Raises `Refused`."""
     try:
         weight = json.loads(body)["weight"]
     except (ValueError, KeyError, TypeError, RecursionError):

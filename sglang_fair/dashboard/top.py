@@ -52,7 +52,6 @@ def main(
 
 
 async def _follow(gateway: str, every_s: float) -> None:
-    """Until q or Ctrl-C."""
     spans, peers = deque(SPANS), Peers(gateway)
 
     def draw() -> None:
@@ -102,7 +101,6 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
 
 
 def screen(view: View) -> RenderableType:
-    """A view, as it is drawn."""
     notes = [Text.assemble((f"{note.about}: ", STYLES[note.level]), note.text) for note in view.notes]
     figures = (
         (_number(view.rate), "units/s"),

@@ -48,7 +48,6 @@ class Differences:
         """Jain's index of what those got that waited for as long as readings are kept; None below two of them."""
 
     def read(self, now_s: float, waiting: Mapping[str, Waiting]) -> None:
-        """The clients that wait at `now_s`."""
         while self._readings and self._readings[0][0] < now_s - WINDOW_S:
             self._readings.popleft()
         self.difference = self.jain = None

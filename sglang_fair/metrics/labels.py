@@ -40,7 +40,6 @@ class Labels:
         """So much service, or less, earns nothing. It only rises, because what the labelled ones had does."""
 
     def of(self, client: str) -> str:
-        """The label of `client`."""
         return client if client in self else OTHER
 
     def admit(self, tenant: str) -> bool:
@@ -95,7 +94,6 @@ class Tallies:
         return had
 
     def forget(self, client: str) -> None:
-        """It is counted elsewhere from now on."""
         self._had.pop(client, None)
 
     def __len__(self) -> int:

@@ -16,12 +16,10 @@ class Histogram:
         self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """One more."""
         self.counts[bisect_left(SECONDS, seconds)] += 1
         self.sum_s += seconds
 
     def plain(self) -> Mapping[str, Any]:
-        """For JSON."""
         return {"counts": list(self.counts), "sum_s": self.sum_s}
 
 

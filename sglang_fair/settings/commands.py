@@ -66,7 +66,6 @@ class Numbers(tuple[int, ...]):
 
     @classmethod
     def parse(cls, text: "str | Numbers") -> "Numbers":
-        """For `Option(parser=...)`. Raises ValueError."""
         if isinstance(text, Numbers):  # Typer parses defaults too
             return text
         try:
@@ -79,7 +78,6 @@ class Numbers(tuple[int, ...]):
 
 
 def numbers(help: str, metavar: str = "N,N") -> Any:
-    """The `Option` of a parameter of type `Numbers`."""
     return Option(parser=Numbers.parse, metavar=metavar, help=help)
 
 

@@ -83,7 +83,6 @@ def _unknown(what: str, name: str, known: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` in types that YAML has."""
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value

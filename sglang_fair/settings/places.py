@@ -54,7 +54,6 @@ def entries(
 
 
 def is_null(node: yaml.Node) -> bool:
-    """Whether nothing is written there."""
     return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
 
 

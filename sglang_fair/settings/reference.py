@@ -59,7 +59,6 @@ cluster:
 
 
 def page() -> str:
-    """The whole page."""
     parts = [HEAD]
     for section, table in SECTIONS.items():
         parts.append(f"\n## sglang-fair {section}\n\n{(table.__doc__ or '').strip()}\n\n{_table(table)}")

@@ -91,7 +91,6 @@ class Setting:
 
     @property
     def words(self) -> tuple[str, str, str]:
-        """As `KINDS` has them."""
         return KINDS[get_origin(self.kind) or self.kind]
 
     @property
@@ -123,7 +122,6 @@ class Setting:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether it is JSON on a command line."""
         return get_origin(self.kind) is Mapping
 
     @property
@@ -137,7 +135,6 @@ class Setting:
         return "SGLANG_FAIR_" + self.about.fair.upper().replace("-", "_") if self.about.fair else ""
 
     def choices(self) -> tuple[str, ...]:
-        """The values that there are; empty if any will do."""
         return tuple(resolve_name(self.about.registry)) if self.about.registry else self.about.choices
 
     def allowed(self) -> str:
