@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 from workloads.clients import SCENARIOS, Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Claim, Part, Table, at_least, claim, graded
-from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
+from workloads.experiments.contract import Cell, Json, Result, Row, Scheduler, Simulated, TrafficSpec
 from workloads.experiments.dlpm_a10g import trees
 from workloads.experiments.dlpm_setting import DIFFERENCE, KINDS, MAX_RUNNING, Point
 from workloads.experiments.plots import Figure, Panel, Panels
@@ -20,26 +20,13 @@ from workloads.session import Plan
 from workloads.simulation import Site
 from workloads.traces import Trace, mix, mooncake, production, servegen
 
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A placement, and the policy of the replicas behind it."""
-
-    label: str
-    placement: str
-    policy: str
-    policy_options: str = ""
-
-
 OURS = "queue"
+_QUEUES: Json = {"placement": "d2lpm-queue", "policy": "dlpm", "policy_options": "borrow=0.3"}
 CONTENDERS = {
-    OURS: Contender("D2LPM by queues", "d2lpm-queue", "dlpm", "borrow=0.3"),
-    "d2lpm": Contender("D2LPM", "d2lpm", "dlpm"),
-    "rr": Contender("RR+LPM", "round_robin", "lpm"),
-    "preble": Contender("Preble", "preble", "lpm"),
-    "cache-aware": Contender("cache_aware", "cache_aware", "lpm"),
-    "lmetric": Contender("LMetric", "lmetric", "lpm"),
-    "vtc": Contender("VTC", "client_round_robin", "vtc"),
+    OURS: Scheduler("D2LPM by queues", _QUEUES),
+    **{name: dlpm.SCHEDULERS[name] for name in ("d2lpm", "rr", "preble", "cache-aware")},
+    "lmetric": Scheduler("LMetric", {"placement": "lmetric", "policy": "lpm"}),
+    "vtc": dlpm.SCHEDULERS["vtc"],
 }
 OTHERS = tuple(name for name in CONTENDERS if name != OURS)
 
@@ -217,30 +204,20 @@ TRACE_PER_S = 3.4
 """Requests a second of the trace, about: it sets how long its part takes at another rate."""
 
 
-def _site(what: str, number: int, contender: Contender) -> Site:
+def _site(what: str, number: int, contender: Scheduler) -> Site:
     """Quanta by the rule of Figure 7, prompts first as there; ours has its placement's own Q^w everywhere."""
+    given: dict[str, Json] = dict(dlpm.A10G) if what == FIGURE_10 else {"max_running": MAX_RUNNING}
     if what == FIGURE_10:
-        given = dict(dlpm.A10G)
-        quantum, worker_quantum = dlpm.TOT3.charged, 4 * dlpm.TOT3.charged_in_full
+        given |= dlpm.TOT3.quanta
+    elif what in FIGURE_7:
+        kind = KINDS[SCENARIOS[what].app]
+        given |= {"quantum": kind.quantum, "worker_quantum": kind.worker_quantum}
+    elif what.startswith(CHAT):
+        given |= {"quantum": dlpm.CHAT.charged * 4, "worker_quantum": dlpm.CHAT.charged_in_full * 16}
     else:
-        given = {"max_running": MAX_RUNNING}
-        if what in FIGURE_7:
-            kind = KINDS[SCENARIOS[what].app]
-            quantum, worker_quantum = kind.quantum, kind.worker_quantum
-        elif what.startswith(CHAT):
-            quantum, worker_quantum = dlpm.CHAT.charged * 4, dlpm.CHAT.charged_in_full * 16
-        else:
-            quantum, worker_quantum = QUANTUM, WORKER_QUANTUM
-    return Site(
-        replicas=number,
-        placement=contender.placement,
-        policy=contender.policy,
-        policy_options=contender.policy_options,
-        quantum=quantum,
-        worker_quantum=None if contender is CONTENDERS[OURS] else worker_quantum,
-        stall_ms=0.0,
-        **given,
-    )
+        given |= {"quantum": QUANTUM, "worker_quantum": WORKER_QUANTUM}
+    own = {"worker_quantum": None} if contender is CONTENDERS[OURS] else {}
+    return Site(**{"replicas": number, "stall_ms": 0.0, **given, **contender.fields, **own})
 
 
 def _replayed(spec: TrafficSpec, seed: str) -> list[Client]:

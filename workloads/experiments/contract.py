@@ -98,6 +98,13 @@ def filled(cell: Mapping[str, Json]) -> dict[str, Json]:
     return {**cell, "site": {**_plain(asdict(Site())), **cell["site"]}, "plan": plan}
 
 
+class Scheduler(NamedTuple):
+    """What tables call it, and the fields of a site that are its own."""
+
+    label: str
+    fields: Mapping[str, Json]
+
+
 class Row(NamedTuple):
     """A cell as its experiment tells it; the plan and the seeds are the experiment's where it has none of its own."""
 

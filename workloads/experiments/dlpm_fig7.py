@@ -66,7 +66,7 @@ class Figure7(dlpm.ScenarioExperiment):
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         for replicas in NUMBERS if full else NUMBERS[:2]:
-            names = [name for name, chosen in SCHEDULERS.items() if chosen.single or replicas > 1]
+            names = [name for name in SCHEDULERS if replicas > 1 or name not in dlpm.RR_ALONE]
             runs: list[tuple[str, str, Mapping[str, Json]]] = [(name, name, {}) for name in names]
             runs.append((STALL_BOUND, "d2lpm", SHIPPED_STEPS))
             seeds = SEEDS[:1] if replicas == max(NUMBERS) else None

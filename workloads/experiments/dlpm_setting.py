@@ -26,7 +26,7 @@ from typing import NamedTuple
 from sglang_fair.settings.table import Cluster
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.experiments.claims import Entry
-from workloads.experiments.contract import Cell, Json, Result, Simulated, TrafficSpec
+from workloads.experiments.contract import Cell, Json, Result, Scheduler, Simulated, TrafficSpec
 from workloads.experiments.plots import Panel, Panels
 from workloads.experiments.senders import FromSenders
 from workloads.experiments.store import rounded
@@ -102,25 +102,16 @@ CHAT = ProgramKind("conversations, of which 64 run at a time", 1, 13.0, 440.0, 5
 """On an A10G."""
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedScheduler:
-    """A pair of placement and policy: how requests are handed out, and how a replica orders them."""
-
-    label: str
-    placement: str
-    policy: str
-    single: bool = True
-    """Whether it differs from the others with one replica."""
-
-
-SCHEDULERS: Mapping[str, ComparedScheduler] = {
-    "d2lpm": ComparedScheduler("D2LPM", "d2lpm", "dlpm"),
-    "rr": ComparedScheduler("RR+LPM", "round_robin", "lpm"),
-    "preble": ComparedScheduler("Preble", "preble", "lpm", single=False),
-    "vtc": ComparedScheduler("VTC", "client_round_robin", "vtc"),
-    "cache-aware": ComparedScheduler("cache_aware", "cache_aware", "lpm", single=False),
+SCHEDULERS: Mapping[str, Scheduler] = {
+    "d2lpm": Scheduler("D2LPM", {"placement": "d2lpm", "policy": "dlpm"}),
+    "rr": Scheduler("RR+LPM", {"placement": "round_robin", "policy": "lpm"}),
+    "preble": Scheduler("Preble", {"placement": "preble", "policy": "lpm"}),
+    "vtc": Scheduler("VTC", {"placement": "client_round_robin", "policy": "vtc"}),
+    "cache-aware": Scheduler("cache_aware", {"placement": "cache_aware", "policy": "lpm"}),
 }
-"""By the last part of a cell's name. With one replica Preble and cache_aware are RR+LPM."""
+"""By the last part of a cell's name."""
+RR_ALONE = ("preble", "cache-aware")
+"""With one replica they are RR+LPM."""
 
 POLICIES = {"dlpm": "DLPM", "lpm": "LPM", "vtc": "VTC"}
 """With one replica, by their labels."""
@@ -135,9 +126,7 @@ A10G: Mapping[str, Json] = {
 
 def site(scheduler: str, replicas: int, **fields: Json) -> Site:
     """Replicas under one of `SCHEDULERS`, prompts first as in the paper. `fields` are others of the site."""
-    chosen = SCHEDULERS[scheduler]
-    given = {"placement": chosen.placement, "policy": chosen.policy, "stall_ms": 0.0, **fields}
-    return Site(replicas=replicas, **given)
+    return Site(**{"replicas": replicas, "stall_ms": 0.0, **SCHEDULERS[scheduler].fields, **fields})
 
 
 def a10g(scheduler: str, replicas: int = 1, **fields: Json) -> Site:

@@ -7,7 +7,7 @@ forty seconds of work before it counts as full.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from workloads.apps import BY_NAME, Crowd, client, service
 from workloads.arrivals import EvenArrivals, PhasedArrivals
 from workloads.clients import Client
 from workloads.experiments.claims import Entry, Part, Table, at_least, claim, graded
-from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
+from workloads.experiments.contract import Cell, Json, Result, Row, Scheduler, Simulated, TrafficSpec, medians
 from workloads.records import Run
 from workloads.served import totals
 from workloads.session import Plan
@@ -38,46 +38,25 @@ LIMITS: Mapping[str, Json] = {"user": 20, "apps": {"*": 20}}
 """What 99 of 100 users stay below in their busiest minute, by a run without throttle."""
 
 
-@dataclass(frozen=True)
-class Scheduler:
-    """One of the paper's, or ours."""
-
-    label: str
-    policy: str
-    options: str = ""
-    throttle: str = "none"
-    limits: Mapping[str, Json] = field(default_factory=dict)
-
-
+_OIT = {"throttle": "oit", "limits": LIMITS}
+LITERAL = "lead=inf,charge=on_finish,literal=true"
 SCHEDULERS: Mapping[str, Scheduler] = {
-    "rpm": Scheduler("RPM", "fcfs", throttle="rpm", limits={"user": RPM}),
-    "vtc": Scheduler("VTC", "vtc"),
-    "fs-w": Scheduler("FS(W)", "wsc", "lead=0"),
-    "fs": Scheduler("FS(W+I)", "wsc", throttle="oit", limits=LIMITS),
+    "rpm": Scheduler("RPM", {"policy": "fcfs", "throttle": "rpm", "limits": {"user": RPM}}),
+    "vtc": Scheduler("VTC", {"policy": "vtc"}),
+    "fs-w": Scheduler("FS(W)", {"policy": "wsc", "policy_options": "lead=0"}),
+    "fs": Scheduler("FS(W+I)", {"policy": "wsc", **_OIT}),
     "literal": Scheduler(
         "FS(W+I), by the letter",
-        "wsc",
-        "lead=inf,charge=on_finish,literal=true",
-        throttle="oit",
-        limits={**LIMITS, "counts": "arrivals"},
+        {"policy": "wsc", "policy_options": LITERAL, **_OIT, "limits": {**LIMITS, "counts": "arrivals"}},
     ),
-    "dlpm": Scheduler("WSC-DLPM + OIT", "wsc-dlpm", throttle="oit", limits=LIMITS),
+    "dlpm": Scheduler("WSC-DLPM + OIT", {"policy": "wsc-dlpm", **_OIT}),
 }
 
 
-def site(name: str, **more: Json) -> Site:
+def site(name: str) -> Site:
     """A100 with Llama-3.1-8B, prompts first as in the paper."""
-    chosen = SCHEDULERS[name]
-    given: dict[str, Json] = {"replicas": REPLICAS, "kv_tokens": KV_TOKENS, **more}
-    return Site(
-        placement="least_tokens",
-        policy=chosen.policy,
-        policy_options=chosen.options,
-        throttle=chosen.throttle,
-        limits=chosen.limits,
-        stall_ms=0.0,
-        **given,
-    )
+    given: Json = {"replicas": REPLICAS, "kv_tokens": KV_TOKENS, "placement": "least_tokens", "stall_ms": 0.0}
+    return Site(**given, **SCHEDULERS[name].fields)
 
 
 def plan(duration_s: float, sample_s: float, timeout_s: float) -> Plan:
@@ -166,23 +145,20 @@ class Crowded(Simulated):
         return fairness((at[name] for name in self.schedulers), what, _abuser_over_user)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        facts = run.manifest.clients
-        good = [name for name, one in facts.items() if one["well_behaved"]]
-        bad = [name for name, one in facts.items() if not one["well_behaved"]]
-        everybody = totals(run, [*good, *bad])
-        apps = sorted({str(facts[name]["app"]) for name in good})
         assert run.end is not None
+        of: dict[str, list[str]] = {"good": [], "bad": [], "all": list(run.manifest.clients)}
+        apps: dict[str, list[str]] = {}
+        for name, one in run.manifest.clients.items():
+            of["good" if one["well_behaved"] else "bad"].append(name)
+            if one["well_behaved"]:
+                apps.setdefault(str(one["app"]), []).append(name)
+        found: dict[str, Json] = {group: totals(run, names).to_json() for group, names in of.items()}
         return {
-            "good": totals(run, good).to_json(),
-            "bad": totals(run, bad).to_json(),
-            "all": everybody.to_json(),
-            "apps": {
-                app: totals(run, [name for name in good if facts[name]["app"] == app]).to_json()
-                for app in apps
-            },
+            **found,
+            "apps": {app: totals(run, apps[app]).to_json() for app in sorted(apps)},
             "end_s": run.end.t_s,
-            "prompt_per_s": everybody.prompt_tokens / run.end.t_s,
-            "decode_per_s": everybody.output_tokens / run.end.t_s,
+            "prompt_per_s": found["all"]["prompt_tokens"] / run.end.t_s,
+            "decode_per_s": found["all"]["output_tokens"] / run.end.t_s,
         }
 
 
@@ -233,11 +209,8 @@ class Abuse(Crowded):
                 of users' calls; RPM {rpm_refused:.2%} | A few users need more than the limit in the minute of
                 the surge.""",
         )
-        yield Table(
-            "Interactions that were throttled, by the part of the time with overload; medians over seeds",
-            "overload | RPM | FS(W+I) | ratio",
-            lines,
-        )
+        what = "Interactions that were throttled, by the part of the time with overload; medians over seeds"
+        yield Table(what, "overload | RPM | FS(W+I) | ratio", lines)
         paths = ("all/throttled", "all/cut", "all/wasted/throttled", "all/wasted/timed out")
         yield Table(
             "Medians over seeds",
@@ -286,13 +259,10 @@ class Delay(Crowded):
                 of users | Below the limits of the abusers' calls that are let in there is less load than
                 under the others.""",
         )
-        yield Table(
-            "Users whose requests waited longer, on average; medians over seeds",
-            "scheduler | above 1 s | above 5 s | above 20 s | TTFT, s",
-            [
-                one.row("good/delayed/1", "good/delayed/5", "good/delayed/20", "good/ttft_s")
-                for one in at.values()
-            ],
+        columns = """scheduler | above 1 s = good/delayed/1 | above 5 s = good/delayed/5 |
+            above 20 s = good/delayed/20 | TTFT, s = good/ttft_s"""
+        yield medians(
+            "Users whose requests waited longer, on average; medians over seeds", columns, at.values()
         )
         yield self.fairness(at)
         yield PLAIN
@@ -320,20 +290,22 @@ class Table3(Crowded):
         def tokens(name: str, app: str) -> float:
             return at[name][f"apps/{app}/prompt_tokens"] + at[name][f"apps/{app}/output_tokens"]
 
-        prompts, outputs = "prompt_per_s", "decode_per_s"
+        (prompts, prompts_rpm), (outputs, outputs_rpm) = (
+            [over(path, other) for other in ("vtc", "rpm")] for path in ("prompt_per_s", "decode_per_s")
+        )
         ttft = at["rpm"]["good/ttft_s"] / at["fs"]["good/ttft_s"]
         users, rpm_users = (at[name]["good/served_part"] for name in ("fs", "rpm"))
         apps = [
             tokens("fs", app) / tokens("rpm", app) for app in at["fs"].first["apps"] if tokens("rpm", app)
         ]
         for text, paper, ratio, enough, nearly, why in (
-            ("FS(W+I) computes as many prompt tokens as VTC", "1.005×", over(prompts, "vtc"), 1, 0.9,
+            ("FS(W+I) computes as many prompt tokens as VTC", "1.005×", prompts, 1, 0.9,
              "VTC also answers the calls of abusers that FS(W+I) refuses, and the GPU is never idle for either."),
-            ("and more than RPM", "1.1×", over(prompts, "rpm"), 1.05, 1,
+            ("and more than RPM", "1.1×", prompts_rpm, 1.05, 1,
              """RPM refuses calls while the GPU has nothing to do; how many depends on the limit, which the paper
                  does not say."""),
-            ("The same holds of output tokens, beside VTC", "1.02×", over(outputs, "vtc"), 1, 0.9, "As for prompts."),
-            ("and beside RPM", "1.47×", over(outputs, "rpm"), 1.3, 1, "As for prompts."),
+            ("The same holds of output tokens, beside VTC", "1.02×", outputs, 1, 0.9, "As for prompts."),
+            ("and beside RPM", "1.47×", outputs_rpm, 1.3, 1, "As for prompts."),
         ):  # fmt: skip
             yield claim(at_least(ratio, enough, nearly), f"{text} | {paper} | {ratio:.3f}× | {why}")
         yield claim(
@@ -357,21 +329,18 @@ class Table3(Crowded):
             f"""No application fares worse than under RPM | 1.03 to 1.75× | {min(apps):.2f} to
                 {max(apps):.2f}× | An application of which RPM refuses little loses what others gain.""",
         )
-        paths = ("good/ttft_s", "good/served_part", "good/provided_part", "bad/refused_part")
-        yield Table(
-            "Medians over seeds",
-            """scheduler | prompt tokens/s | output tokens/s | users' TTFT, s | served users | provided interactions
-                | abusers' calls refused""",
-            [one.row(prompts, outputs, *paths) for one in at.values()],
-        )
+        columns = """scheduler | prompt tokens/s = prompt_per_s | output tokens/s = decode_per_s |
+            users' TTFT, s = good/ttft_s | served users = good/served_part |
+            provided interactions = good/provided_part | abusers' calls refused = bad/refused_part"""
+        yield medians("Medians over seeds", columns, at.values())
         yield self.fairness(at)
         yield f"""{PLAIN} Users get nearly all that they ask for, so an abuser gets what they leave, and a limit that
             holds always takes most of that."""
         yield {
-            "prompt_fs_over_vtc": over(prompts, "vtc"),
-            "prompt_fs_over_rpm": over(prompts, "rpm"),
-            "decode_fs_over_vtc": over(outputs, "vtc"),
-            "decode_fs_over_rpm": over(outputs, "rpm"),
+            "prompt_fs_over_vtc": prompts,
+            "prompt_fs_over_rpm": prompts_rpm,
+            "decode_fs_over_vtc": outputs,
+            "decode_fs_over_rpm": outputs_rpm,
             "ttft_rpm_over_fs": ttft,
             "served_users_fs": users,
             "served_users_rpm": rpm_users,
@@ -421,14 +390,11 @@ class Table4(Simulated):
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         assert run.end is not None
-        of = {name: totals(run, [name]).to_json() for name in REQUESTS}
-        return {
-            "apps": {
-                name: {**one, "prompt_per_s": one["prompt_tokens"] / run.end.t_s} for name, one in of.items()
-            },
-            "wasted": sum(one["wasted"]["timed out"] for one in of.values()),
-            "end_s": run.end.t_s,
-        }
+        apps = {name: totals(run, [name]).to_json() for name in REQUESTS}
+        for one in apps.values():
+            one["prompt_per_s"] = one["prompt_tokens"] / run.end.t_s
+        wasted = sum(one["wasted"]["timed out"] for one in apps.values())
+        return {"apps": apps, "wasted": wasted, "end_s": run.end.t_s}
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         rpm, vtc, fs = (at[name]["apps/app12/prompt_per_s"] for name in ("rpm", "vtc", "fs"))
