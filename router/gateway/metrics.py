@@ -31,7 +31,7 @@ from router.gateway.record import Exchange
 from sglang_fair.common.deadlines import ATTAINED
 from sglang_fair.metrics import table
 from sglang_fair.metrics.labels import OTHER, Counted
-from sglang_fair.metrics.waits import SECONDS
+from sglang_fair.metrics.table import SECONDS
 
 __all__ = ["CONTENT_TYPE", "COPY_S", "FOLDER_VARIABLE", "GatewayMetrics"]
 

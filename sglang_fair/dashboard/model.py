@@ -5,7 +5,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from heapq import nlargest
 from math import inf
 
-from sglang_fair.dashboard.followed import Followed
 from sglang_fair.dashboard.history import (
     ADMITTED,
     CACHED,
@@ -14,6 +13,7 @@ from sglang_fair.dashboard.history import (
     WAITED_S,
     Amounts,
     Bucket,
+    Followed,
     History,
     Sums,
     amounts,

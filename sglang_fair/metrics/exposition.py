@@ -13,8 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from sglang_fair.metrics.table import BY_NAME
-from sglang_fair.metrics.waits import cumulative
+from sglang_fair.metrics.table import BY_NAME, cumulative
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 

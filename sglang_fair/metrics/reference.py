@@ -14,8 +14,7 @@ from typing import Annotated, Any
 
 import yaml
 
-from sglang_fair.metrics.table import CLIENT_LABEL, Place, of
-from sglang_fair.metrics.waits import SECONDS
+from sglang_fair.metrics.table import CLIENT_LABEL, SECONDS, Place, of
 from sglang_fair.settings.commands import Option, run
 
 RULES = Path("deploy/monitoring/alerts.yaml")

@@ -15,7 +15,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import OTHERS, SYSTEM, Usage
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.metrics.labels import OTHER, Labels
-from sglang_fair.metrics.waits import Histogram
+from sglang_fair.metrics.table import Histogram
 
 COUNTS = ("extend_tokens", "cached_tokens", "output_tokens", "requests")
 

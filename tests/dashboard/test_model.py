@@ -16,8 +16,7 @@ from router.suspects import Suspects
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.dashboard.followed import Counters, Followed
-from sglang_fair.dashboard.history import EXTEND, MOST_NAMED, SERVICE, History
+from sglang_fair.dashboard.history import EXTEND, MOST_NAMED, SERVICE, Counters, Followed, History
 from sglang_fair.dashboard.model import FORGOTTEN_AFTER_S, ROWS, SPANS, WINDOW, WINDOW_S, Model, fair_shares
 from sglang_fair.dashboard.reading import (
     OTHERS,

@@ -15,8 +15,7 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.metrics import exposition
 from sglang_fair.metrics.labels import OTHER
 from sglang_fair.metrics.replica import COUNTS, ReplicaCounts
-from sglang_fair.metrics.table import BY_NAME
-from sglang_fair.metrics.waits import SECONDS, Histogram
+from sglang_fair.metrics.table import BY_NAME, SECONDS, Histogram
 from sglang_fair.overlay.metrics import client_rows, waiting_of
 
 
