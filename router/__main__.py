@@ -126,10 +126,7 @@ def check_protection(settings: table.Router) -> None:
     unprotected."""
     keys = protection.read_keys(settings.keys, "router")
     protection.check(settings, *(("http_host",) if settings.http_port is not None else ()))
-    protection.check_address(
-        settings, "bind", is_protected=keys is not None, insecure=settings.insecure,
-        remedy=protection.GIVE_KEYS,
-    )  # fmt: skip
+    protection.check_address(settings, "bind", is_protected=keys is not None, remedy=protection.GIVE_KEYS)
 
 
 def serve(settings: table.Router) -> int:

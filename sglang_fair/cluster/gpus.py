@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_fair.cluster.options import ConfigError, Device, Options, gpus_per_replica
@@ -38,24 +38,16 @@ class Gpu:
     name: str
     """As CUDA_VISIBLE_DEVICES takes it: a number, or the UUID of a MIG device."""
     uuid: str
+    card: str = ""
+    """The UUID of the GPU that it is, or a part of."""
 
     @property
     def is_part(self) -> bool:
         return not self.name.isdecimal()
 
 
-@dataclass(frozen=True)
-class Card:
-    """One GPU as nvidia-smi lists it, with its MIG devices."""
-
-    number: int
-    uuid: str
-    parts: tuple[str, ...] = ()
-
-    @property
-    def gpus(self) -> tuple[Gpu, ...]:
-        """The MIG devices of one that is divided, else the GPU itself."""
-        return tuple(Gpu(part, part) for part in self.parts) or (Gpu(str(self.number), self.uuid),)
+Cards = Sequence[tuple[int, tuple[Gpu, ...]]]
+"""GPUs by their numbers: each itself, or the MIG devices of one that is divided."""
 
 
 @dataclass(frozen=True)
@@ -89,46 +81,40 @@ def _nvidia_smi() -> str:
     return found.stdout if found.returncode == 0 else ""
 
 
-def listed(text: str) -> tuple[Card, ...]:
-    cards: list[Card] = []
+def listed(text: str) -> Cards:
+    """Those in the output of `nvidia-smi -L`."""
+    cards: list[tuple[int, str, list[str]]] = []
     for line in text.splitlines():
         if found := _GPU.match(line):
-            cards.append(Card(int(found[1]), found[2]))
+            cards.append((int(found[1]), found[2], []))
         elif (found := _MIG.match(line)) and cards:
-            last = cards.pop()
-            cards.append(Card(last.number, last.uuid, (*last.parts, found[1])))
-    return tuple(cards)
+            cards[-1][2].append(found[1])
+    return tuple(
+        (number, tuple(Gpu(part, part, uuid) for part in parts) or (Gpu(str(number), uuid, uuid),))
+        for number, uuid, parts in cards
+    )
 
 
-def visible(cards: Sequence[Card], cuda_visible_devices: str | None) -> tuple[Gpu, ...]:
+def visible(cards: Cards, cuda_visible_devices: str | None) -> tuple[Gpu, ...]:
     """Those that may be used, in the order in which they are named; without CUDA_VISIBLE_DEVICES all.
 
     A name is a number of nvidia-smi's, a UUID, or the beginning of one UUID alone. As CUDA does: what stands behind a
     name of nothing, such as -1, does not count, and the name of a divided GPU means its first MIG device.
     """
     if cuda_visible_devices is None:
-        return tuple(gpu for card in cards for gpu in card.gpus)
+        return tuple(gpu for _, gpus in cards for gpu in gpus)
+    named = {uuid: gpu for _, gpus in cards for gpu in reversed(gpus) for uuid in (gpu.uuid, gpu.card)}
     found: dict[str, Gpu] = {}
-    for name in cuda_visible_devices.split(","):
-        gpu = _named(cards, name.strip())
-        if gpu is None:
+    for name in map(str.strip, cuda_visible_devices.split(",")):
+        if name.isdecimal():
+            matches = [gpus[0] for number, gpus in cards if number == int(name)]
+        else:
+            is_uuid = name.startswith(("GPU-", "MIG-"))
+            matches = [gpu for uuid, gpu in named.items() if is_uuid and uuid.startswith(name)]
+        if len(matches) != 1:
             break
-        found.setdefault(gpu.uuid, gpu)
+        found.setdefault(matches[0].uuid, matches[0])
     return tuple(found.values())
-
-
-def _named(cards: Sequence[Card], name: str) -> Gpu | None:
-    if name.isdecimal():
-        return next((card.gpus[0] for card in cards if card.number == int(name)), None)
-    if not name.startswith(("GPU-", "MIG-")):
-        return None
-    matches = [gpu for card in cards for uuid, gpu in _uuids(card) if uuid.startswith(name)]
-    return matches[0] if len(matches) == 1 else None
-
-
-def _uuids(card: Card) -> Iterator[tuple[str, Gpu]]:
-    yield card.uuid, card.gpus[0]
-    yield from zip(card.parts, card.gpus, strict=False)
 
 
 def take(options: Options, device: Device, gpus: Sequence[Gpu], marks: Marks) -> tuple[tuple[Gpu, ...], ...]:

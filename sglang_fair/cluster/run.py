@@ -25,7 +25,7 @@ from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.gpus import GpusTaken, Machine
 from sglang_fair.cluster.link import router_state
 from sglang_fair.cluster.local import Additions, Local
-from sglang_fair.cluster.options import ConfigError, Device, Options, check
+from sglang_fair.cluster.options import ConfigError, Device, Options
 from sglang_fair.cluster.plan import (
     LOCAL,
     FleetFiles,
@@ -68,9 +68,8 @@ class NoSuchModel(Exception):
 
 
 def run_cluster(options: Options) -> int:
-    """Runs the cluster until a signal, and returns the exit code. Whatever goes wrong is one line on stderr."""
+    """Runs a cluster, whose options were checked, until a signal. What goes wrong is one line on stderr."""
     try:
-        check(options)
         on_ray.check(options)
         if options.ray is not None and find_spec("ray") is None:
             raise ConfigError(on_ray.MISSING, "ray")

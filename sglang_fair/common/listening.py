@@ -1,10 +1,6 @@
-"""Who reaches a server that listens somewhere, and whether it may listen there."""
+"""Who reaches a server that listens somewhere."""
 
 import ipaddress
-
-
-class Unprotected(ValueError):
-    """A server would be open to everybody who reaches it; the text is one line that says what to do."""
 
 
 def is_loopback(host: str) -> bool:
@@ -13,16 +9,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def check_protected(option: str, address: str, *, is_protected: bool, insecure: bool, remedy: str) -> None:
-    """Raises `Unprotected` if a server that listens at `address`, as `option` says, has no protection and nobody has
-    said that it needs none. `address` is a host, or an endpoint of ZMQ."""
-    if is_protected or insecure or is_local(address):
-        return
-    raise Unprotected(
-        f"{option} {address or chr(39) * 2} is reached from elsewhere: {remedy}, or say --insecure"
-    )
 
 
 def is_local(address: str) -> bool:

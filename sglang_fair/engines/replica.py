@@ -18,7 +18,6 @@ from pathlib import Path
 from sglang_fair.common.curve import KEYS_VARIABLE, PUBLISHER
 from sglang_fair.common.files import read_json
 from sglang_fair.common.installed import missing_engine
-from sglang_fair.common.listening import Unprotected, check_protected
 from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.engines import cpu
@@ -176,12 +175,7 @@ def check_protection(options: Replica) -> None:
         remedy = "give its KV events --keys DIR, which sglang-fair keys makes"
         addresses.append(("--host", options.host, keys is not None, remedy))
     for option, address, is_protected, remedy in addresses:
-        try:
-            check_protected(
-                option, address, is_protected=is_protected, insecure=options.insecure, remedy=remedy
-            )
-        except Unprotected as error:
-            raise SettingError(str(error), "host") from None
+        protection.check_listening(options, option, address, is_protected, remedy)
 
 
 def _published(config: str) -> list[tuple[str, str]]:

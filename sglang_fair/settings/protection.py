@@ -4,10 +4,11 @@ SettingError, in one line, with the field that is wrong."""
 from collections.abc import Callable
 from typing import TypeVar
 
-from sglang_fair.common import listening, tls
+from sglang_fair.common import tls
 from sglang_fair.common.curve import Keys, Role
+from sglang_fair.common.listening import is_local
 from sglang_fair.settings.setting import SettingError, settings_of
-from sglang_fair.settings.table import Authorities, Certified, Trust
+from sglang_fair.settings.table import Authorities, Certified, Exposed, Trust
 
 T = TypeVar("T")
 
@@ -28,8 +29,7 @@ def check(settings: Certified | Authorities | Trust, *addresses: str) -> None:
             raise SettingError("--tls-key is of no use without --tls-cert", "tls_key")
         _usable("tls_cert", lambda: tls.server(settings.tls_cert, settings.tls_key))
         for field in addresses:
-            is_protected = settings.tls_cert is not None
-            check_address(settings, field, is_protected=is_protected, insecure=settings.insecure)
+            check_address(settings, field, is_protected=settings.tls_cert is not None)
     if isinstance(settings, Authorities):
         _usable("replica_ca", lambda: tls.authorities(settings.replica_ca))
     if isinstance(settings, Trust):
@@ -39,17 +39,19 @@ def check(settings: Certified | Authorities | Trust, *addresses: str) -> None:
         _usable("gateway_cert", lambda: tls.believed(None, settings.gateway_cert))
 
 
-def check_address(
-    settings: object, field: str, *, is_protected: bool, insecure: bool, remedy: str = GIVE_TLS
-) -> None:
+def check_address(settings: Exposed, field: str, *, is_protected: bool, remedy: str = GIVE_TLS) -> None:
     """That the address in `field` is this machine's own, or protected, or that it has been said that it need not be."""
     option = settings_of(type(settings))[field].flag
-    try:
-        listening.check_protected(
-            option, getattr(settings, field), is_protected=is_protected, insecure=insecure, remedy=remedy
-        )
-    except listening.Unprotected as error:
-        raise SettingError(str(error), field) from None
+    check_listening(settings, option, getattr(settings, field), is_protected, remedy, field)
+
+
+def check_listening(
+    settings: Exposed, option: str, address: str, is_protected: bool, remedy: str, field: str = "host"
+) -> None:
+    """The same of an address, a host or an endpoint of ZMQ, that `option` says."""
+    if not (is_protected or settings.insecure or is_local(address)):
+        shown = address or chr(39) * 2
+        raise SettingError(f"{option} {shown} is reached from elsewhere: {remedy}, or say --insecure", field)
 
 
 def _usable(field: str, read: Callable[[], T]) -> T:
