@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from workloads.experiments.claims import Part, claim, graded
+from workloads.experiments.claims import Part, graded
 from workloads.experiments.contract import Cell, Experiment, Measured, Result, Row, TrafficSpec, medians
 from workloads.experiments.plots import Figure, Panel
 from workloads.session import Plan
@@ -48,7 +48,7 @@ class Odd(Experiment):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         total = sum(result["y"] for result in at.values())
-        yield claim(graded(total == 6, total > 0), f"The sum is 6 | 6 | {total:g} | Other numbers.")
+        yield graded(total == 6, total > 0).claim(f"The sum is 6 | 6 | {total:g} | Other numbers.")
         yield medians("Doubled", "cell | y = y", at.values())
         panel = Panel(y="y", lines={"y": ([0.0, 1.0], [1.0, total])})
         yield Figure("y", "All of them.", [[panel]])

@@ -16,7 +16,7 @@ from tests.support.live import lives
 from tests.support.odd_experiments import Odd
 from tests.support.waiting import wait_until
 from workloads.experiments import EXPERIMENTS, plots, results, runner, store, vtc_setting
-from workloads.experiments.claims import Claim, Report, Table, at_least, at_most, claim, graded
+from workloads.experiments.claims import Claim, Report, Table, at_least, at_most, graded
 from workloads.experiments.command import chosen, main, on_page
 from workloads.experiments.contract import SIZES, Cell, Experiment, Result, TrafficSpec
 from workloads.experiments.dlpm_table2 import WORKLOADS, Table2
@@ -85,7 +85,7 @@ def test_rates_that_nobody_has_are_not_equal():
 
 
 def test_a_report_has_its_parts_by_kind_whatever_their_order():
-    parts = ["a\n   note", Table("t", "a |\n  b", [["x", 1.0]]), claim(True, "c | p | o")]
+    parts = ["a\n   note", Table("t", "a |\n  b", [["x", 1.0]]), graded(True).claim("c | p | o")]
     report = Report([*parts, {"r": 2, "none": float("inf")}])
     assert (report.claims, report.notes) == ([Claim("c", "p", "o", "yes")], ["a note"])
     assert report.tables[0].columns == ["a", "b"]
@@ -98,7 +98,7 @@ def test_a_report_has_its_parts_by_kind_whatever_their_order():
 def test_bands_decide_the_verdict(value, verdict):
     assert at_least(value, 3, 2) == verdict
     assert at_most(-value, -3, -2) == verdict
-    found = claim(graded(value >= 3, value >= 2), "c | | o | w")
+    found = graded(value >= 3, value >= 2).claim("c | | o | w")
     assert found == Claim("c", "our own question", "o", verdict, "w")
 
 
@@ -364,7 +364,7 @@ class Unexplained(Odd):
     """It claims what does not hold, and no words say why."""
 
     def report(self, at):
-        yield claim(False, "All is well | yes | no")
+        yield graded(False).claim("All is well | yes | no")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from router.workers import ExpectedOutputs
 from workloads.deadlines.measures import attained, by, measure, percentile
 from workloads.deadlines.run import Outcome, Served
 from workloads.deadlines.traffic import Stream
-from workloads.experiments.claims import Part, at_least, claim, graded
+from workloads.experiments.claims import Part, at_least, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, medians
 from workloads.experiments.qlm_setting import ONE_MODEL, Deadlines, qlm, ratio, row, rule
 from workloads.simulation import Site
@@ -101,28 +101,16 @@ class Shared(Deadlines):
         ours, paper, gap = at["flood"][light], at["flood.paper"][light], at["gap"]["gap_over_bound"]
         hits = ratio(at, "prefixes", "plain", "hit_rate")
         cut, refused, cut_rpm = at["chats"]["cut"], at["chats"]["refused"], at["chats.rpm"]["cut"]
-        yield claim(
-            at_least(ours, 0.99, 0.9),
-            f"""Deadlines cannot be bought by flooding | | {ours:.1%} of the light client's requests are in
-                time; under `qlm` {paper:.1%} | Prompts are computed in steps of up to a second, and a request
-                that comes during one may wait for the next one, too.""",
-        )
-        yield claim(
-            gap <= 1,
-            f"""Whatever deadlines they claim, two clients are served alike | | the difference is {gap:.2f} of
-                what is promised""",
-        )
-        yield claim(
-            graded(hits >= 1.1, hits > 1),
-            f"""Who chooses by the cache among those that are due together finds more in it | | {hits:.2f}×
-                the cached tokens of `qlm` | With as many prefixes as this, most of them are found again in
-                order of arrival too.""",
-        )
-        yield claim(
-            cut == 0,
-            f"""No interaction that has begun is cut | | {cut:.0f} calls, while {refused:,.0f} first calls are
-                refused; a fixed limit cuts {cut_rpm:,.0f}""",
-        )
+        yield at_least(ours, 0.99, 0.9).claim(f"""Deadlines cannot be bought by flooding | | {ours:.1%} of the
+            light client's requests are in time; under `qlm` {paper:.1%} | Prompts are computed in steps of up
+            to a second, and a request that comes during one may wait for the next one, too.""")
+        yield graded(gap <= 1).claim(f"""Whatever deadlines they claim, two clients are served alike | | the
+            difference is {gap:.2f} of what is promised""")
+        yield graded(hits >= 1.1, hits > 1).claim(f"""Who chooses by the cache among those that are due
+            together finds more in it | | {hits:.2f}× the cached tokens of `qlm` | With as many prefixes as
+            this, most of them are found again in order of arrival too.""")
+        yield graded(cut == 0).claim(f"""No interaction that has begun is cut | | {cut:.0f} calls, while
+            {refused:,.0f} first calls are refused; a fixed limit cuts {cut_rpm:,.0f}""")
         columns = f"""rule | light, in time = {light} | light, P99 s = clients/{LIGHT}/p99_s |
             requests/s = throughput_per_s | evictions = evictions"""
         yield medians("Beside a flood", columns, [at["flood"], at["flood.paper"]])

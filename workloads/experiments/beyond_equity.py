@@ -8,7 +8,7 @@ from random import Random
 from workloads.apps import BY_NAME, App, client
 from workloads.arrivals import EvenArrivals
 from workloads.clients import Client
-from workloads.experiments.claims import Part, Table, at_least, claim
+from workloads.experiments.claims import Part, Table, at_least, graded
 from workloads.experiments.contract import (
     Cell,
     Json,
@@ -142,26 +142,19 @@ class Equity(Simulated):
         }
         most = max(gains.values())
         tokens = at["wsc-dlpm"]["tokens_per_s"] / at["wsc"]["tokens_per_s"]
-        yield claim(
-            lead["gap_over_bound"] <= 1,
-            f"""Counters of clients that wait differ by no more than a batch and the lead | |
-                {lead["gap"]:.2f} average calls, {lead["gap_over_bound"]:.2f} of that""",
-        )
-        yield claim(
-            paper["gap_over_bound"] > 1,
-            f"""With the paper's rule, interactions first whatever they have had, by more | |
-                {paper["gap"]:.1f} average calls, {paper["gap_over_bound"]:.1f} times that""",
-        )
-        yield claim(
-            all(gain <= spread**2 for spread, gain in gains.items()) and most <= 64,
-            f"""A client that names the heaviest application gains no more than the spread allows | | at most
-                {most:.2f} times its service""",
-        )
-        yield claim(
-            at_least(tokens, 1.1, 1),
-            f"""Where prompts share a prefix WSC-DLPM serves more than WSC | | {tokens:.2f}× the tokens/s |
-                The cache holds the applications' prefixes under either, since there are few of them.""",
-        )
+        yield graded(lead["gap_over_bound"] <= 1).claim(f"""Counters of clients that wait differ by no more
+            than a batch and the lead | | {lead["gap"]:.2f} average calls, {lead["gap_over_bound"]:.2f} of
+            that""")
+        yield graded(paper["gap_over_bound"] > 1).claim(f"""With the paper's rule, interactions first whatever
+            they have had, by more | | {paper["gap"]:.1f} average calls, {paper["gap_over_bound"]:.1f} times
+            that""")
+        yield graded(
+            all(gain <= spread**2 for spread, gain in gains.items()) and most <= 64
+        ).claim(f"""A client that names the heaviest application gains no more than the spread allows | | at
+            most {most:.2f} times its service""")
+        yield at_least(tokens, 1.1, 1).claim(f"""Where prompts share a prefix WSC-DLPM serves more than WSC |
+            | {tokens:.2f}× the tokens/s | The cache holds the applications' prefixes under either, since
+            there are few of them.""")
         yield Table(
             "Medians over seeds",
             "spread | service of the liar over the same client's, honest | at most",

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from itertools import product
 
 from workloads.clients import Client
-from workloads.experiments.claims import Entry, Part, Table, at_least, at_most, claim, graded
+from workloads.experiments.claims import Entry, Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
 from workloads.experiments.plots import Figure, Panel
 from workloads.isolation.attacks import ATTACKS, FLOOD, LIGHT_PERIOD_S, TRICKLE, Scene, scenes
@@ -88,41 +88,30 @@ class Isolation(Simulated):
         slowdown = worst("slowdown_over_n", max, 2)
         ttft = worst("ttft_p99_over_solo", max, 2)
         alone, together = (worst("throughput_over_stock", min, clients) for clients in (1, 2))
-        yield claim(
-            min(share["dlpm"], share["vtc"]) >= SHARE,
-            f"""Running victims keep their share of the time beside a trickle of prompts | | DLPM
-                {share["dlpm"]:.2f}, VTC {share["vtc"]:.2f} of GPS; stock {share["stock"]:.2f} | The engine's
-                loop forms prompts first.""",
-        )
+        yield graded(min(share["dlpm"], share["vtc"]) >= SHARE).claim(f"""Running victims keep their share of
+            the time beside a trickle of prompts | | DLPM {share["dlpm"]:.2f}, VTC {share["vtc"]:.2f} of GPS;
+            stock {share["stock"]:.2f} | The engine's loop forms prompts first.""")
         most = max(slowdown["dlpm"], slowdown["vtc"])
-        yield claim(
-            at_most(most, SLOWDOWN, slowdown["stock"] / 2),
-            f"""Beside every kind of flood, a light client's programs take little longer than its share of the
-                engine makes them | | at most {slowdown["dlpm"]:.2f} (DLPM) and {slowdown["vtc"]:.2f} (VTC)
-                times n times solo; stock {slowdown["stock"]:.1f} | A decode step serves all that run, and
-                takes longer the more there are. A flood's requests that run already are left alone, so beside
-                hundreds of them the first programs of a light client are over before the batch is smaller.""",
-        )
+        yield at_most(most, SLOWDOWN, slowdown["stock"] / 2).claim(f"""Beside every kind of flood, a light
+            client's programs take little longer than its share of the engine makes them | | at most
+            {slowdown["dlpm"]:.2f} (DLPM) and {slowdown["vtc"]:.2f} (VTC) times n times solo; stock
+            {slowdown["stock"]:.1f} | A decode step serves all that run, and takes longer the more there are.
+            A flood's requests that run already are left alone, so beside hundreds of them the first programs
+            of a light client are over before the batch is smaller.""")
         most = max(ttft["dlpm"], ttft["vtc"])
-        yield claim(
-            at_most(most, TTFT, ttft["stock"] / 4),
-            f"""and its first tokens come soon | | TTFT P99 at most {ttft["dlpm"]:.1f} (DLPM) and
-                {ttft["vtc"]:.1f} (VTC) times solo; stock {ttft["stock"]:.0f} | A step under way is not ended,
-                and a long prompt that was cut goes on in every second step at least.""",
-        )
-        yield claim(
-            at_least(min(alone["dlpm"], alone["vtc"]), ALONE, 0.9),
-            f"""The cluster does as much as stock without a light client | | tokens/s at least
-                {alone["dlpm"]:.2f} (DLPM) and {alone["vtc"]:.2f} (VTC) times stock's | The trickle's few
-                requests are spread over replicas less evenly than by cache_aware, and chunks are bounded.""",
-        )
-        yield claim(
-            at_least(min(together["dlpm"], together["vtc"]), TOGETHER, 0.85),
-            f"""and nearly as much with one | | at least {together["dlpm"]:.2f} (DLPM) and
-                {together["vtc"]:.2f} (VTC) times stock's | A light client's decode steps with few requests
-                beside it are time that the flood's prompts do not get; stock gives them to the flood and lets
-                the light client wait. The least is beside the trickle, as above.""",
-        )
+        yield at_most(most, TTFT, ttft["stock"] / 4).claim(f"""and its first tokens come soon | | TTFT P99 at
+            most {ttft["dlpm"]:.1f} (DLPM) and {ttft["vtc"]:.1f} (VTC) times solo; stock {ttft["stock"]:.0f} |
+            A step under way is not ended, and a long prompt that was cut goes on in every second step at
+            least.""")
+        yield at_least(min(alone["dlpm"], alone["vtc"]), ALONE, 0.9).claim(f"""The cluster does as much as
+            stock without a light client | | tokens/s at least {alone["dlpm"]:.2f} (DLPM) and
+            {alone["vtc"]:.2f} (VTC) times stock's | The trickle's few requests are spread over replicas less
+            evenly than by cache_aware, and chunks are bounded.""")
+        yield at_least(min(together["dlpm"], together["vtc"]), TOGETHER, 0.85).claim(f"""and nearly as much
+            with one | | at least {together["dlpm"]:.2f} (DLPM) and {together["vtc"]:.2f} (VTC) times stock's
+            | A light client's decode steps with few requests beside it are time that the flood's prompts do
+            not get; stock gives them to the flood and lets the light client wait. The least is beside the
+            trickle, as above.""")
         yield Table(
             """Medians over seeds, with one light client or one victim beside the flood; throughput over stock's
                 without and with the light client""",
@@ -153,16 +142,12 @@ def _bounds(at: Mapping[str, Result]) -> Iterator[Part]:
     counts = sorted({count for _, count in flood})
     count = STALL_FLOOD if STALL_FLOOD in counts else counts[-1]
     free, bounded = flood[BASE, count], flood["stall-100", count]
-    yield claim(
-        graded(
-            bounded["ttft"] <= 0.7 * free["ttft"] and bounded["tokens"] >= 0.97,
-            bounded["ttft"] <= free["ttft"],
-        ),
-        f"""The bound on a prefill step costs little throughput and shortens the wait for a first token | |
-            beside {count} requests, {SEVERAL} light clients: TTFT P99 {free["ttft"]:.1f} times solo without,
-            {bounded["ttft"]:.1f} with {STALLS_MS[1]:.0f} ms, at {bounded["tokens"]:.3f} of the throughput |
-            Prompts of the light clients wait for one step only if the policy puts them first.""",
-    )
+    yield graded(
+        bounded["ttft"] <= 0.7 * free["ttft"] and bounded["tokens"] >= 0.97, bounded["ttft"] <= free["ttft"]
+    ).claim(f"""The bound on a prefill step costs little throughput and shortens the wait for a first token |
+        | beside {count} requests, {SEVERAL} light clients: TTFT P99 {free["ttft"]:.1f} times solo without,
+        {bounded["ttft"]:.1f} with {STALLS_MS[1]:.0f} ms, at {bounded["tokens"]:.3f} of the throughput |
+        Prompts of the light clients wait for one step only if the policy puts them first.""")
     bounds = [bound for bound in LABELS if (bound, counts[0]) in flood]
     panels = [
         Panel(
@@ -226,18 +211,13 @@ class Target(Isolation):
         most = max(int(key.partition(".")[2]) for key in kept)
         free_s, held_s = (program_s[f"{name}.{most}"] for name in (OFF, f"{AT_MS:g}"))
         least = min(part for key, part in kept.items() if key.startswith(f"{AT_MS:g}."))
-        yield claim(
-            graded(held_s / free_s <= 0.6, held_s < free_s),
-            f"""A target makes light clients' programs shorter beside a large flood | | beside {most} requests
-                {free_s:.2f} s without a target, {held_s:.2f} s with {AT_MS:.0f} ms | A decode step with fewer
-                requests is shorter; what runs already is left alone.""",
-        )
-        yield claim(
-            at_least(least, 0.95, 0.9),
-            f"""and costs little throughput | | with {AT_MS:.0f} ms at least {least:.3f} of the tokens/s
-                without, with any of the targets {min(kept.values()):.3f} | The flood is held back only while
-                others run, and only at their replica.""",
-        )
+        yield graded(held_s / free_s <= 0.6, held_s < free_s).claim(f"""A target makes light clients' programs
+            shorter beside a large flood | | beside {most} requests {free_s:.2f} s without a target,
+            {held_s:.2f} s with {AT_MS:.0f} ms | A decode step with fewer requests is shorter; what runs
+            already is left alone.""")
+        yield at_least(least, 0.95, 0.9).claim(f"""and costs little throughput | | with {AT_MS:.0f} ms at
+            least {least:.3f} of the tokens/s without, with any of the targets {min(kept.values()):.3f} | The
+            flood is held back only while others run, and only at their replica.""")
         yield Table(
             "Medians over seeds",
             """requests of the flood | target | light programs, s | over solo | TTFT P99, s | tokens/s | over those

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from workloads.clients import SCENARIOS, Client
 from workloads.experiments import dlpm_setting as dlpm
-from workloads.experiments.claims import Claim, Part, Table, at_least, claim, graded
+from workloads.experiments.claims import Claim, Part, Table, at_least, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Scheduler, Simulated, TrafficSpec
 from workloads.experiments.dlpm_a10g import trees
 from workloads.experiments.dlpm_setting import DIFFERENCE, KINDS, MAX_RUNNING, Point
@@ -100,11 +100,8 @@ class Contest(Simulated):
             for run in at[f"{point.name}.{OURS}"].runs
             if None not in (run["difference"], run["bound"]) and run["difference"] > run["bound"]
         ]
-        yield claim(
-            not outside,
-            f"""Clients' services differ by less than the bound | D2LPM's theorem, with the quantum that may
-                be borrowed | outside it in {len(outside)} runs""",
-        )
+        yield graded(not outside).claim(f"""Clients' services differ by less than the bound | D2LPM's theorem,
+            with the quantum that may be borrowed | outside it in {len(outside)} runs""")
         late = "latency of the well-behaved clients, s (> where the run ended before)"
         head = " | ".join(["setting", "D", "by queues", *(CONTENDERS[name].label for name in OTHERS)])
         for field, what in {
@@ -262,47 +259,35 @@ def _throughput(grid: Grid) -> Iterator[Claim]:
         judges, mixes = (
             min(part for point, part in parts.items() if point.setting == what) for what in ENOUGH
         )
-        yield claim(
-            graded(not short, 4 * len(short) <= len(parts)),
-            f"""Its throughput is that of the best of all schedulers, fair or not | | at least
-                {min(usual):.3f}× the best (asked: {ENOUGH_ELSE}); judgements of S1 {judges:.3f}×
-                ({ENOUGH["judge-s1"]}), the production mix {mixes:.3f}× ({ENOUGH[PRODUCTION]}); short of it at
-                {len(short)} of {len(parts)} points | What a fair scheduler cannot have: where the bad
-                client's requests share more, each unit of work for it counts as more service, and LPM serves
-                more of it. The rest is within a few percent.""",
-        )
+        yield graded(not short, 4 * len(short) <= len(parts)).claim(f"""Its throughput is that of the best of
+            all schedulers, fair or not | | at least {min(usual):.3f}× the best (asked: {ENOUGH_ELSE});
+            judgements of S1 {judges:.3f}× ({ENOUGH["judge-s1"]}), the production mix {mixes:.3f}×
+            ({ENOUGH[PRODUCTION]}); short of it at {len(short)} of {len(parts)} points | What a fair scheduler
+            cannot have: where the bad client's requests share more, each unit of work for it counts as more
+            service, and LPM serves more of it. The rest is within a few percent.""")
     for name in ("d2lpm", "preble", "cache-aware", "lmetric"):
         gains = grid.over(OURS, name, "rate")
         (least, where), mean = min((gain, point) for point, gain in gains.items()), fmean(gains.values())
-        yield claim(
-            at_least(mean, 1, 0.98),
-            f"""Its throughput beside {CONTENDERS[name].label}'s | | mean {mean:.3f}×, at least
-                {least:.2f}× ({where.words}) | As said of the best of all.""",
-        )
+        yield at_least(mean, 1, 0.98).claim(f"""Its throughput beside {CONTENDERS[name].label}'s | | mean
+            {mean:.3f}×, at least {least:.2f}× ({where.words}) | As said of the best of all.""")
 
 
 def _latency(grid: Grid) -> Iterator[Claim]:
     late = [one for point in grid.points for percent in (50, 99) if (one := grid.beaten(point, percent))]
     of = 2 * len(grid.points)
-    yield claim(
-        graded(not late, 8 * len(late) <= of),
-        f"""Well-behaved clients wait least of all, at the median and at P99 | | another's latency is lower by
-            more than {AHEAD:.0%}, and by more than seeds differ, at {len(late)} of {of} points:
-            {"; ".join(late) or "nowhere"} | Where nothing is overloaded everybody's latency is about the
-            same, and a scheduler that is not fair serves small requests as well.""",
-    )
+    yield graded(not late, 8 * len(late) <= of).claim(f"""Well-behaved clients wait least of all, at the
+        median and at P99 | | another's latency is lower by more than {AHEAD:.0%}, and by more than seeds
+        differ, at {len(late)} of {of} points: {"; ".join(late) or "nowhere"} | Where nothing is overloaded
+        everybody's latency is about the same, and a scheduler that is not fair serves small requests as well.""")
     for name, asked in (("preble", 2.3), ("rr", 4.06), ("vtc", 3.5)):
         found = [grid.over(name, OURS, what) for what in ("p50", "p99")]
         ratios = [one[point] for point in grid.points if point.setting in FIGURE_7 for one in found]
         mean, below = fmean(ratios), sum(one < 1 for one in ratios)
-        yield claim(
-            at_least(mean, asked, 0.6 * asked),
-            f"""Well-behaved clients' latency under {CONTENDERS[name].label} over ours, in Figure 7's settings
-                | asked: a mean of {asked}× | mean {mean:.2f}×, from {min(ratios):.2f}× to {max(ratios):.1f}×,
-                below one at {below} of {len(ratios)}; latencies that were cut off count as the time at which
-                they were | Ratios under overload grow with its length, and here it lasts half as long as in
-                Figure 7, or a quarter.""",
-        )
+        yield at_least(mean, asked, 0.6 * asked).claim(f"""Well-behaved clients' latency under
+            {CONTENDERS[name].label} over ours, in Figure 7's settings | asked: a mean of {asked}× | mean
+            {mean:.2f}×, from {min(ratios):.2f}× to {max(ratios):.1f}×, below one at {below} of {len(ratios)};
+            latencies that were cut off count as the time at which they were | Ratios under overload grow with
+            its length, and here it lasts half as long as in Figure 7, or a quarter.""")
 
 
 def _plot(grid: Grid) -> Panels:

@@ -6,13 +6,11 @@ breaks and indents of texts do not count.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import isfinite
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from workloads.experiments.plots import Figure
-
-Verdict: TypeAlias = Literal["yes", "partly", "no"]
-VERDICTS: tuple[Verdict, ...] = ("yes", "partly", "no")
 
 Entry: TypeAlias = str | float | None
 """Of a table; None is shown as a dash."""
@@ -25,22 +23,28 @@ class Claim:
     text: str
     paper: str
     ours: str
-    holds: Verdict
+    holds: "Verdict"
     why: str = ""
     """What is different here. The page shows it where the claim does not hold."""
 
 
-def claim(holds: bool | Verdict, row: str) -> Claim:
-    """A claim with its verdict: a truth, or one of `graded`, `at_least` and `at_most`. `row` has, between bars, what is
-    claimed, what the paper has (nothing: it is our own question), what we have, and why that is different."""
-    text, paper, ours, why = [part.strip() for part in f"{plain(row)} | ".split("|")][:4]
-    verdict = holds if isinstance(holds, str) else graded(holds, False)
-    return Claim(text, paper or "our own question", ours, verdict, why)
+class Verdict(StrEnum):
+    """Whether a claim holds here."""
+
+    YES = "yes"
+    PARTLY = "partly"
+    NO = "no"
+
+    def claim(self, row: str) -> Claim:
+        """`row` has, between bars, what is claimed, what the paper has (nothing: it is our own question), what we have,
+        and why that is different."""
+        text, paper, ours, why = [part.strip() for part in f"{plain(row)} | ".split("|")][:4]
+        return Claim(text, paper or "our own question", ours, self, why)
 
 
-def graded(holds: bool, partly: bool) -> Verdict:
+def graded(holds: bool, partly: bool = False) -> Verdict:
     """yes, or else partly, or else no."""
-    return "yes" if holds else "partly" if partly else "no"
+    return Verdict.YES if holds else Verdict.PARTLY if partly else Verdict.NO
 
 
 def at_least(value: float, enough: float, nearly: float) -> Verdict:

@@ -22,7 +22,7 @@ from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.provenance import cores, machine, versions
 from sglang_fair.settings.commands import Argument, Option, run
 from workloads.experiments import EXPERIMENTS, results, runner, store
-from workloads.experiments.claims import VERDICTS
+from workloads.experiments.claims import Verdict
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.model_validation import Validation
 from workloads.experiments.runner import Failed, Job
@@ -172,7 +172,7 @@ def _verdicts(one: results.Reported) -> Mapping[str, object]:
         return {}
     held = [claim.holds for claim in one.report.claims]
     return {
-        **{verdict: held.count(verdict) for verdict in VERDICTS},
+        **{verdict: held.count(verdict) for verdict in Verdict},
         "ratios": store.rounded(one.report.ratios),
     }
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from sglang_fair.core.cost import make_cost
 from workloads.experiments import vtc_setting as vtc
-from workloads.experiments.claims import Part, Table, at_most, claim, graded
+from workloads.experiments.claims import Part, Table, at_most, graded
 from workloads.experiments.contract import Cell, Json, Result, Row
 from workloads.experiments.plots import Figure, variation
 from workloads.experiments.senders import even
@@ -66,52 +66,33 @@ class CostFunctions(vtc.VtcExperiment):
         )  # units/s of linear service
         alone, lost, back = (first[name] for name in ("exp1.linear", "exp2.linear", "exp2.quadratic"))
         quadratic, gap = at["exp2.quadratic"], vtc.largest_gap(at["exp1.linear"], "client 1", "client 2")
-        yield claim(
-            at_most(gap, 0.1, 0.25),
-            f"""Figure 1: experiment 1, linear cost, both receive the same | equal, as in VTC's Figure 3;
-                service about twice that paper's | within {gap:.0%} in {vtc.WINDOW_S:.0f} s windows; client 1
-                {alone:.0f} units/s""",
-        )
+        yield at_most(gap, 0.1, 0.25).claim(f"""Figure 1: experiment 1, linear cost, both receive the same |
+            equal, as in VTC's Figure 3; service about twice that paper's | within {gap:.0%} in
+            {vtc.WINDOW_S:.0f} s windows; client 1 {alone:.0f} units/s""")
         ratio = second["exp2.linear"] / lost
-        yield claim(
-            graded(0.9 <= ratio <= 1.1, 0.8 <= ratio <= 1.25),
-            f"""Figure 2: experiment 2, linear cost, both receive the same | nearly identical | client 2
-                {ratio:.2f}× client 1""",
-        )
+        yield graded(0.9 <= ratio <= 1.1, 0.8 <= ratio <= 1.25).claim(f"""Figure 2: experiment 2, linear cost,
+            both receive the same | nearly identical | client 2 {ratio:.2f}× client 1""")
         less = alone - lost
-        yield claim(
-            graded(100 <= less <= 400, less > 0),
-            f"""Figure 2: but client 1, whose requests stay the same, receives less than in experiment 1 |
-                about 200 units/s less | {less:.0f} units/s less ({lost / alone:.0%} of experiment 1) | How
-                much is lost depends on what long contexts cost the engine beside the overhead of a step.""",
-        )
+        yield graded(100 <= less <= 400, less > 0).claim(f"""Figure 2: but client 1, whose requests stay the
+            same, receives less than in experiment 1 | about 200 units/s less | {less:.0f} units/s less
+            ({lost / alone:.0%} of experiment 1) | How much is lost depends on what long contexts cost the
+            engine beside the overhead of a step.""")
         own = quadratic["own/service/client 2"] / quadratic["own/service/client 1"]
-        yield claim(
-            graded(0.85 <= own <= 1.15, 0.7 <= own <= 1.4),
-            f"""Figure 3: with the quadratic cost both receive the same by that cost | roughly equal | client
-                2 {own:.2f}× client 1""",
-        )
+        yield graded(0.85 <= own <= 1.15, 0.7 <= own <= 1.4).claim(f"""Figure 3: with the quadratic cost both
+            receive the same by that cost | roughly equal | client 2 {own:.2f}× client 1""")
         swings = [variation(quadratic.curve("own_rate", f"client {k}"), vtc.WINDOW_S) for k in (1, 2)]
-        yield claim(
-            swings[1] > swings[0],
-            f"""Figure 3: client 2's rate swings more | larger spikes and dips | {swings[1]:.1%} to
-                {swings[0]:.1%} (standard deviation over mean) | In {vtc.WINDOW_S:.0f} s windows of counted
-                tokens both are smooth.""",
-        )
-        yield claim(
-            graded(0.9 <= back / alone <= 1.1, back > lost),
-            f"""Figure 4: with the quadratic cost client 1 is back near its service in experiment 1 | near
-                experiment 1 | {back:.0f} units/s, {back / alone:.0%} of experiment 1 (linear cost:
-                {lost / alone:.0%}) | The quadratic cost with d = {QUADRATIC_D} takes more from long requests
-                than they cost this engine.""",
-        )
+        yield graded(swings[1] > swings[0]).claim(f"""Figure 3: client 2's rate swings more | larger spikes
+            and dips | {swings[1]:.1%} to {swings[0]:.1%} (standard deviation over mean) | In
+            {vtc.WINDOW_S:.0f} s windows of counted tokens both are smooth.""")
+        yield graded(0.9 <= back / alone <= 1.1, back > lost).claim(f"""Figure 4: with the quadratic cost
+            client 1 is back near its service in experiment 1 | near experiment 1 | {back:.0f} units/s,
+            {back / alone:.0%} of experiment 1 (linear cost: {lost / alone:.0%}) | The quadratic cost with d =
+            {QUADRATIC_D} takes more from long requests than they cost this engine.""")
         drift = at["exp1.quadratic"]["accumulated/max"]
         times = drift / at["exp1.linear"]["accumulated/max"]
-        yield claim(
-            at_most(times, 1.25, 2),
-            f"""Figure 5: experiment 1 with the quadratic cost, the accumulated difference is low | as low as
-                VTC's | at most {drift:,.0f} units, {times:.2f}× that with the linear cost""",
-        )
+        yield at_most(times, 1.25, 2).claim(f"""Figure 5: experiment 1 with the quadratic cost, the
+            accumulated difference is low | as low as VTC's | at most {drift:,.0f} units, {times:.2f}× that
+            with the linear cost""")
         yield Table(
             "Service in the run, and its division",
             """experiment | cost | client 1, linear units/s | client 2, linear units/s | client 2 / client 1, linear |

@@ -20,7 +20,7 @@ from time import process_time  # CPU time is what is measured here
 
 from router.core import Router
 from router.events import Arrive, Done, Place, Removed, Stored
-from workloads.experiments.claims import Part, Table, at_least, at_most, claim, graded
+from workloads.experiments.claims import Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Experiment, Measured, Result, Row, TrafficSpec
 from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.senders import filler_tokens
@@ -81,37 +81,26 @@ class Figure4(Experiment):
         fewest, top, shortest, longest = min(by_degree), max(by_degree), min(by_queue), max(by_queue)
         most = by_degree[top]
         flat = most["metadata_s"] / by_degree[fewest]["metadata_s"]
-        yield claim(
-            at_most(flat, 1.5, 2.5),
-            f"""Metadata of one worker costs about the same however many workers there are | about constant |
-                {flat:.2f}× at D = {top} | One tree for all workers grows with them.""",
-        )
+        yield at_most(flat, 1.5, 2.5).claim(f"""Metadata of one worker costs about the same however many
+            workers there are | about constant | {flat:.2f}× at D = {top} | One tree for all workers grows
+            with them.""")
         matches = [result["match_s"] for result in by_degree.values()]
         rises = all(later > sooner for sooner, later in pairwise(matches))
-        yield claim(
-            graded(rises and matches[-1] >= 1.2 * matches[0], rises),
-            f"""Synchronisation and prefix matching grow with the number of workers | both grow | prefix match
-                {", ".join(f"{1000 * one:.2f}" for one in matches)} ms at D =
-                {", ".join(map(str, by_degree))}; synchronisation, which is added up, to
-                {1000 * most["synchronisation_s"]:.1f} ms | All workers' trees are one here, walked once a
-                request, so matching does not grow with them. That synchronisation grows follows from how it
-                is added up.""",
-        )
+        yield graded(rises and matches[-1] >= 1.2 * matches[0], rises).claim(f"""Synchronisation and prefix
+            matching grow with the number of workers | both grow | prefix match
+            {", ".join(f"{1000 * one:.2f}" for one in matches)} ms at D = {", ".join(map(str, by_degree))};
+            synchronisation, which is added up, to {1000 * most["synchronisation_s"]:.1f} ms | All workers'
+            trees are one here, walked once a request, so matching does not grow with them. That
+            synchronisation grows follows from how it is added up.""")
         queued = by_queue[longest]["match_s"] / by_queue[shortest]["match_s"]
-        yield claim(
-            at_least(queued, 0.5 * longest / shortest, 1.5),
-            f"""Prefix matching grows with the queue | grows | {queued:.1f}× from {shortest} to {longest}
-                requests""",
-        )
+        yield at_least(queued, 0.5 * longest / shortest, 1.5).claim(f"""Prefix matching grows with the queue |
+            grows | {queued:.1f}× from {shortest} to {longest} requests""")
         share = sum(most[f"{part}_s"] for part in PARTS) / most["decode_s"]
-        yield claim(
-            at_least(share, 0.3, 0.15),
-            f"""At D = {REPLICAS[3]} it is a large part of decoding (queue of {QUEUE}) | about 40 % of a
-                decode step | at D = {top} {share:.0%} of one step, {share / STEPS:.0%} of the {STEPS} between
-                two batching points | Our tree goes from page to page of 16 tokens by look-ups, so matching is
-                cheap, and no worker has to wait for a lock. Matching alone takes {queued:.1f} times as long
-                with a queue of {longest} as with {shortest}.""",
-        )
+        yield at_least(share, 0.3, 0.15).claim(f"""At D = {REPLICAS[3]} it is a large part of decoding (queue
+            of {QUEUE}) | about 40 % of a decode step | at D = {top} {share:.0%} of one step,
+            {share / STEPS:.0%} of the {STEPS} between two batching points | Our tree goes from page to page
+            of 16 tokens by look-ups, so matching is cheap, and no worker has to wait for a lock. Matching
+            alone takes {queued:.1f} times as long with a queue of {longest} as with {shortest}.""")
         yield Table(
             "For one batching point of one worker, ms (medians)",
             "D | queue | metadata | synchronisation | prefix match | one decode step",

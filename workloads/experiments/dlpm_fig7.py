@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from workloads.clients import SCENARIOS
 from workloads.experiments import dlpm_setting as dlpm
-from workloads.experiments.claims import Claim, Part, Table, claim, graded, shown
+from workloads.experiments.claims import Claim, Part, Table, graded, shown
 from workloads.experiments.contract import SEEDS, Json, Result, Row
 from workloads.experiments.dlpm_setting import KINDS, SCHEDULERS, SHIPPED_STEPS, Point, is_cut
 from workloads.experiments.plots import Figure, Panel, Panels
@@ -178,12 +178,9 @@ def _workload(scenario: str) -> str:
 def _throughput(grid: Grid) -> Iterator[Claim]:
     for name in ("vtc", "rr"):
         gain, most = Gain(grid.rates(name)), PAPER["throughput", name][0]
-        yield claim(
-            graded(
-                gain.most.value >= 0.75 * most and gain.mean > 1, gain.most.value >= 1.25 and gain.mean > 1
-            ),
-            f"D2LPM's throughput beside {COLUMNS[name]}'s | up to {most:.2f}× | {gain.words}",
-        )
+        yield graded(
+            gain.most.value >= 0.75 * most and gain.mean > 1, gain.most.value >= 1.25 and gain.mean > 1
+        ).claim(f"""D2LPM's throughput beside {COLUMNS[name]}'s | up to {most:.2f}× | {gain.words}""")
     rates = grid.rates("preble")
     behind = [one for one in rates if one.value < 1 - AHEAD]
     least = Gain(rates).lowest
@@ -193,18 +190,17 @@ def _throughput(grid: Grid) -> Iterator[Claim]:
     }
     more = max((1 - one) / (1 - other) - 1 for one, other in zip(hits["d2lpm"], hits["preble"], strict=True))
     spans = {name: f"{min(found):.1%} to {max(found):.1%}" for name, found in hits.items()}
-    yield claim(
-        graded(all(one.point == ("qa-s2", 8) for one in behind), least.value >= 0.9),
-        f"""D2LPM's throughput is at least Preble's but for QA with longer documents on {NUMBERS[3]} GPUs |
-            Preble ahead at 1 of 18 points | Preble ahead by more than {AHEAD:.0%} at {len(behind)} of
-            {len(rates)} points, D2LPM at least {least.value:.2f}× ({place(least.point)}) | Two things. The
-            service rate counts prompts in full, and the bad client's are cheap where many of its requests
-            share them: D2LPM holds it back and so serves fewer of these (judge, S1). And moving a client
-            whose credit is spent loses a hit now and then: of QA's prompts {spans["d2lpm"]} are cached where
-            Preble has {spans["preble"]}, so up to {more:.0%} more must be computed. That is what the paper
-            saw at one point. Preble is at its best here: the replicas report what they hold, and it moves
-            load, while in the paper it sent everything to one GPU for minutes. Trees go to D2LPM.""",
-    )
+    yield graded(
+        all(one.point == ("qa-s2", 8) for one in behind), least.value >= 0.9
+    ).claim(f"""D2LPM's throughput is at least Preble's but for QA with longer documents on {NUMBERS[3]} GPUs
+        | Preble ahead at 1 of 18 points | Preble ahead by more than {AHEAD:.0%} at {len(behind)} of
+        {len(rates)} points, D2LPM at least {least.value:.2f}× ({place(least.point)}) | Two things. The
+        service rate counts prompts in full, and the bad client's are cheap where many of its requests share
+        them: D2LPM holds it back and so serves fewer of these (judge, S1). And moving a client whose credit
+        is spent loses a hit now and then: of QA's prompts {spans["d2lpm"]} are cached where Preble has
+        {spans["preble"]}, so up to {more:.0%} more must be computed. That is what the paper saw at one point.
+        Preble is at its best here: the replicas report what they hold, and it moves load, while in the paper
+        it sent everything to one GPU for minutes. Trees go to D2LPM.""")
 
 
 def _fairness(grid: Grid) -> Iterator[Claim]:
@@ -216,11 +212,9 @@ def _fairness(grid: Grid) -> Iterator[Claim]:
         ]
         means = [fmean(column) for column in zip(*pairs, strict=True)]
         times = sum(one > other + margin for one, other in pairs)
-        return claim(
-            graded(times == len(pairs), 2 * times > len(pairs) and means[0] >= means[1]),
-            f"""{text} | {paper} | at {times} of {len(pairs)} points; means {means[0]:.2f} and {means[1]:.2f}
-                | {why}""",
-        )
+        verdict = graded(times == len(pairs), 2 * times > len(pairs) and means[0] >= means[1])
+        return verdict.claim(f"""{text} | {paper} | at {times} of {len(pairs)} points; means {means[0]:.2f} and
+            {means[1]:.2f} | {why}""")
 
     even = min(grid.fields("jain_actual", "vtc", ("judge-s1",), (1, 2, 4)))
     yield order(
@@ -263,15 +257,12 @@ def _latency(grid: Grid) -> Iterator[Claim]:
         why = f"""Preble is at its best here, as said of throughput. And a bad client with longer prefixes (S2)
             overloads little while they are cached: judgements keep up under both, and there Preble's P99 is lower by
             up to {grid.judges_lower("preble"):.0%}, since D2LPM moves clients and finds less cached."""
-        yield claim(
-            graded(
-                gain.most.value >= 0.75 * most and gain.mean >= max(1.0, 0.75 * mean),
-                gain.most.value >= 1.25 and gain.mean > 1,
-            ),
-            f"""Latency (P50 and P99) of well-behaved clients under {COLUMNS[name]}, beside D2LPM's | up to
-                {most:.2f}×, mean {mean:.2f}× | {gain.words}; {gain.points} of {of} are known |
-                {why if name == "preble" else ""}""",
-        )
+        yield graded(
+            gain.most.value >= 0.75 * most and gain.mean >= max(1.0, 0.75 * mean),
+            gain.most.value >= 1.25 and gain.mean > 1,
+        ).claim(f"""Latency (P50 and P99) of well-behaved clients under {COLUMNS[name]}, beside D2LPM's | up
+            to {most:.2f}×, mean {mean:.2f}× | {gain.words}; {gain.points} of {of} are known |
+            {why if name == "preble" else ""}""")
 
 
 def _dealt_out_trees(grid: Grid) -> Iterator[Claim]:
@@ -280,21 +271,17 @@ def _dealt_out_trees(grid: Grid) -> Iterator[Claim]:
         for path in ("service_rate", "hit_rate")
     )
     ratio = rate[8] / rate[4]
-    yield claim(
-        ratio < 1,
-        f"""RR+LPM's throughput on trees with longer questions is lower on 8 GPUs than on 4 | lower |
-            {ratio:.2f}× that of 4 | The hit rate falls as in the paper, and each of 8 GPUs serves
-            {rate[8] / 8 / rate[1]:.0%} of what one serves alone; all together still serve more. Two things
-            that the paper's engine may have had do not change this: FCFS in place of LPM, to which SGLang
-            turns when more than 128 requests wait, and a pool of 100,000 tokens. How its throughput was
-            timed, with or without the last stragglers, is not stated.""",
-    )
-    yield claim(
-        graded(hits[8] < hits[4] and hits[8] <= 0.6, hits[8] < hits[4] and hits[8] <= 0.8),
-        f"""Its hit rate falls, since round robin keeps no tree in one place | from 95 % to 50 % |
-            {", ".join(f"{hits[number]:.0%} at D = {number}" for number in (1, 4, 8))} | The fall from 4 to
-            8 GPUs is smaller than the paper's.""",
-    )
+    yield graded(ratio < 1).claim(f"""RR+LPM's throughput on trees with longer questions is lower on 8 GPUs
+        than on 4 | lower | {ratio:.2f}× that of 4 | The hit rate falls as in the paper, and each of 8 GPUs
+        serves {rate[8] / 8 / rate[1]:.0%} of what one serves alone; all together still serve more. Two things
+        that the paper's engine may have had do not change this: FCFS in place of LPM, to which SGLang turns
+        when more than 128 requests wait, and a pool of 100,000 tokens. How its throughput was timed, with or
+        without the last stragglers, is not stated.""")
+    yield graded(
+        hits[8] < hits[4] and hits[8] <= 0.6, hits[8] < hits[4] and hits[8] <= 0.8
+    ).claim(f"""Its hit rate falls, since round robin keeps no tree in one place | from 95 % to 50 % |
+        {", ".join(f"{hits[number]:.0%} at D = {number}" for number in (1, 4, 8))} | The fall from 4 to 8 GPUs
+        is smaller than the paper's.""")
 
 
 # ---- tables, plots, notes

@@ -14,7 +14,7 @@ from typing import ClassVar
 from workloads.apps import BY_NAME, Crowd, client, service
 from workloads.arrivals import EvenArrivals, PhasedArrivals
 from workloads.clients import Client
-from workloads.experiments.claims import Entry, Part, Table, at_least, claim, graded
+from workloads.experiments.claims import Entry, Part, Table, at_least, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Scheduler, Simulated, TrafficSpec, medians
 from workloads.records import Run
 from workloads.served import totals
@@ -183,32 +183,22 @@ class Abuse(Crowded):
             lines.append([f"{surge:.0%}", *both, both[0] / both[1] if both[1] else None])
         throttled = rpm["all/throttled"] / fs["all/throttled"] if fs["all/throttled"] else None
         cut, wasted = fs["all/cut"], fs["all/wasted/throttled"]
-        yield claim(
-            "yes" if throttled is None else graded(throttled >= 10, throttled > 2),
-            f"""RPM throttles many times as many interactions as FS(W+I) | 21.15× |
-                {rpm["all/throttled"]:,.0f} against {fs["all/throttled"]:,.0f}, with overload in {SURGE:.0%}
-                of the time | The ratio is about how much of the time there is overload, and how much of what
-                is refused comes from abusers, who are refused by both then; the paper says neither. The table
-                has it over the part of overload.""",
-        )
-        yield claim(
-            cut == 0 and wasted == 0,
-            f"""FS(W+I) cuts no interaction and throttling wastes no token | none | {cut:.0f} cut,
-                {wasted:,.0f} tokens""",
-        )
+        yield graded(
+            throttled is None or throttled >= 10, throttled is not None and throttled > 2
+        ).claim(f"""RPM
+            throttles many times as many interactions as FS(W+I) | 21.15× | {rpm["all/throttled"]:,.0f}
+            against {fs["all/throttled"]:,.0f}, with overload in {SURGE:.0%} of the time | The ratio is about
+            how much of the time there is overload, and how much of what is refused comes from abusers, who
+            are refused by both then; the paper says neither. The table has it over the part of overload.""")
+        yield graded(cut == 0 and wasted == 0).claim(f"""FS(W+I) cuts no interaction and throttling wastes no
+            token | none | {cut:.0f} cut, {wasted:,.0f} tokens""")
         rpm_wasted = rpm["all/wasted/throttled"]
-        yield claim(
-            rpm_wasted > 0,
-            f"""RPM wastes tokens of interactions that it cuts | 15,660 tokens on average | {rpm_wasted:,.0f}
-                tokens of {rpm["all/cut"]:,.0f} interactions""",
-        )
+        yield graded(rpm_wasted > 0).claim(f"""RPM wastes tokens of interactions that it cuts | 15,660 tokens
+            on average | {rpm_wasted:,.0f} tokens of {rpm["all/cut"]:,.0f} interactions""")
         refused, rpm_refused = fs["good/refused_part"], rpm["good/refused_part"]
-        yield claim(
-            graded(refused <= 0.01, refused < rpm_refused),
-            f"""FS(W+I) refuses hardly any call of users | only users above the normal range | {refused:.2%}
-                of users' calls; RPM {rpm_refused:.2%} | A few users need more than the limit in the minute of
-                the surge.""",
-        )
+        yield graded(refused <= 0.01, refused < rpm_refused).claim(f"""FS(W+I) refuses hardly any call of
+            users | only users above the normal range | {refused:.2%} of users' calls; RPM {rpm_refused:.2%} |
+            A few users need more than the limit in the minute of the surge.""")
         what = "Interactions that were throttled, by the part of the time with overload; medians over seeds"
         yield Table(what, "overload | RPM | FS(W+I) | ratio", lines)
         paths = ("all/throttled", "all/cut", "all/wasted/throttled", "all/wasted/timed out")
@@ -242,23 +232,15 @@ class Delay(Crowded):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         fs, vtc, rpm = (at[name]["good/delayed/5"] for name in ("fs", "vtc", "rpm"))
-        yield claim(
-            graded(fs <= 0.03, fs <= vtc and fs <= rpm),
-            f"""Under FS(W+I) hardly any user is delayed | 0.93% | {fs:.2%} | While users alone ask for more
-                than the GPU does, somebody waits under every scheduler.""",
-        )
-        yield claim(
-            graded(vtc >= 5 * fs and vtc > 0, vtc > fs),
-            f"""VTC delays several times as many | 10.67× | {vtc:.2%} of users | Both serve the user that was
-                served least. What the abusers send waits in their own queue under VTC, and does not delay the
-                others much.""",
-        )
-        yield claim(
-            graded(rpm >= 20 * fs and rpm > 0, rpm > fs),
-            f"""RPM, which is first come, first served below its limit, delays most of them | 93× | {rpm:.2%}
-                of users | Below the limits of the abusers' calls that are let in there is less load than
-                under the others.""",
-        )
+        yield graded(fs <= 0.03, fs <= vtc and fs <= rpm).claim(f"""Under FS(W+I) hardly any user is delayed |
+            0.93% | {fs:.2%} | While users alone ask for more than the GPU does, somebody waits under every
+            scheduler.""")
+        yield graded(vtc >= 5 * fs and vtc > 0, vtc > fs).claim(f"""VTC delays several times as many | 10.67×
+            | {vtc:.2%} of users | Both serve the user that was served least. What the abusers send waits in
+            their own queue under VTC, and does not delay the others much.""")
+        yield graded(rpm >= 20 * fs and rpm > 0, rpm > fs).claim(f"""RPM, which is first come, first served
+            below its limit, delays most of them | 93× | {rpm:.2%} of users | Below the limits of the abusers'
+            calls that are let in there is less load than under the others.""")
         columns = """scheduler | above 1 s = good/delayed/1 | above 5 s = good/delayed/5 |
             above 20 s = good/delayed/20 | TTFT, s = good/ttft_s"""
         yield medians(
@@ -307,28 +289,18 @@ class Table3(Crowded):
             ("The same holds of output tokens, beside VTC", "1.02×", outputs, 1, 0.9, "As for prompts."),
             ("and beside RPM", "1.47×", outputs_rpm, 1.3, 1, "As for prompts."),
         ):  # fmt: skip
-            yield claim(at_least(ratio, enough, nearly), f"{text} | {paper} | {ratio:.3f}× | {why}")
-        yield claim(
-            ttft < 1,
-            f"""RPM has the shorter time to first token | 0.945× | {ttft:.3f}× | RPM is first come, first
-                served: who comes behind a surge waits for all of it. The paper's text says that FairServe's
-                time is the lower one, its table that RPM's is.""",
-        )
-        yield claim(
-            graded(users >= 0.99, users > rpm_users),
-            f"""Under FS(W+I) nearly every user is served | 1.0 | {users:.3f} | Interactions that take longer
-                than {TIMEOUT_S:.0f} s are given up.""",
-        )
-        yield claim(
-            graded(rpm_users <= 0.95, rpm_users < users),
-            f"""and under RPM not | 0.876 | {rpm_users:.3f} | A user is served who gets one final answer, and
-                most of them have one short interaction.""",
-        )
-        yield claim(
-            at_least(min(apps), 1, 0.9),
-            f"""No application fares worse than under RPM | 1.03 to 1.75× | {min(apps):.2f} to
-                {max(apps):.2f}× | An application of which RPM refuses little loses what others gain.""",
-        )
+            yield at_least(ratio, enough, nearly).claim(f"{text} | {paper} | {ratio:.3f}× | {why}")
+        yield graded(ttft < 1).claim(f"""RPM has the shorter time to first token | 0.945× | {ttft:.3f}× | RPM
+            is first come, first served: who comes behind a surge waits for all of it. The paper's text says
+            that FairServe's time is the lower one, its table that RPM's is.""")
+        yield graded(users >= 0.99, users > rpm_users).claim(f"""Under FS(W+I) nearly every user is served |
+            1.0 | {users:.3f} | Interactions that take longer than {TIMEOUT_S:.0f} s are given up.""")
+        yield graded(rpm_users <= 0.95, rpm_users < users).claim(f"""and under RPM not | 0.876 |
+            {rpm_users:.3f} | A user is served who gets one final answer, and most of them have one short
+            interaction.""")
+        yield at_least(min(apps), 1, 0.9).claim(f"""No application fares worse than under RPM | 1.03 to 1.75×
+            | {min(apps):.2f} to {max(apps):.2f}× | An application of which RPM refuses little loses what
+            others gain.""")
         columns = """scheduler | prompt tokens/s = prompt_per_s | output tokens/s = decode_per_s |
             users' TTFT, s = good/ttft_s | served users = good/served_part |
             provided interactions = good/provided_part | abusers' calls refused = bad/refused_part"""
@@ -400,24 +372,15 @@ class Table4(Simulated):
         rpm, vtc, fs = (at[name]["apps/app12/prompt_per_s"] for name in ("rpm", "vtc", "fs"))
         wasted, less = (at[name]["wasted"] for name in ("vtc", "fs"))
         times = vtc / rpm if rpm else None
-        yield claim(
-            "yes" if times is None else graded(times >= 10, times > 1),
-            f"""VTC gives the light application many times what first come, first served does | 24× |
-                {vtc:,.0f} against {rpm:,.0f} tokens/s | It depends on who comes first, which the paper does
-                not say.""",
-        )
-        yield claim(
-            at_least(fs / vtc, 1, 0.8),
-            f"""FS(W+I) gives it no less than VTC | 1.03× | {fs / vtc:.2f}× | VTC gives each user the same
-                tokens, and FS(W) the same number of average calls, so the application with the short calls
-                gets fewer tokens than under VTC once it has enough to send.""",
-        )
-        yield claim(
-            graded(wasted >= 3 * less and wasted > 0, wasted > less),
-            f"""VTC wastes many times the tokens on interactions that are given up | 7.0× | {wasted:,.0f}
-                against {less:,.0f} tokens | Within the lead interactions that have begun go first; beyond it
-                they wait as under VTC.""",
-        )
+        yield graded(times is None or times >= 10, times is not None and times > 1).claim(f"""VTC gives the
+            light application many times what first come, first served does | 24× | {vtc:,.0f} against
+            {rpm:,.0f} tokens/s | It depends on who comes first, which the paper does not say.""")
+        yield at_least(fs / vtc, 1, 0.8).claim(f"""FS(W+I) gives it no less than VTC | 1.03× | {fs / vtc:.2f}×
+            | VTC gives each user the same tokens, and FS(W) the same number of average calls, so the
+            application with the short calls gets fewer tokens than under VTC once it has enough to send.""")
+        yield graded(wasted >= 3 * less and wasted > 0, wasted > less).claim(f"""VTC wastes many times the
+            tokens on interactions that are given up | 7.0× | {wasted:,.0f} against {less:,.0f} tokens |
+            Within the lead interactions that have begun go first; beyond it they wait as under VTC.""")
         paths = [f"apps/{app}/{what}" for what in ("answered", "prompt_per_s") for app in REQUESTS]
         yield Table(
             "Medians over seeds",

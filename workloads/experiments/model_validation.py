@@ -28,7 +28,7 @@ from sglang_fair.sim.cost_model import to_json
 from workloads import records
 from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.clusters import Cluster, SpawnCluster, drive, verify
-from workloads.experiments.claims import Entry, Part, Table, at_most, claim
+from workloads.experiments.claims import Entry, Part, Table, at_most
 from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Row, TrafficSpec
 from workloads.experiments.plots import Figure, Panel, Panels
 from workloads.measures import prices, summarize
@@ -109,17 +109,14 @@ class Validation(Experiment):
                             offs[goal].append(off[goal])
         worst = {goal: _worst(goal, found) for goal, found in offs.items()}
         beyond = max(worst[goal] / enough for goal, enough in GOALS.items())
-        yield claim(
-            at_most(beyond, 1, 1.5),
-            f"""Models agree with what they model in throughput, in each client's service over time and in hit
-                rate | {GOALS["throughput"]:.0%}, {GOALS["service"]:.0%}, {100 * GOALS["hit_rate"]:.0f} points
-                (our own goal) | {worst["throughput"]:.0%}, {worst["service"]:.0%},
-                {100 * worst["hit_rate"]:.0f} points at worst | The judges' requests share long prefixes. On a
-                CPU the keys and values that the whole batch attends to are in the cache and are read once, so
-                the batch takes less time than one without common prefixes; the cost model counts them for
-                each request. Trees are faster in the simulator than in fact because the scheduler's work
-                grows with the queue.""",
-        )
+        yield at_most(beyond, 1, 1.5).claim(f"""Models agree with what they model in throughput, in each
+            client's service over time and in hit rate | {GOALS["throughput"]:.0%}, {GOALS["service"]:.0%},
+            {100 * GOALS["hit_rate"]:.0f} points (our own goal) | {worst["throughput"]:.0%},
+            {worst["service"]:.0%}, {100 * worst["hit_rate"]:.0f} points at worst | The judges' requests share
+            long prefixes. On a CPU the keys and values that the whole batch attends to are in the cache and
+            are read once, so the batch takes less time than one without common prefixes; the cost model
+            counts them for each request. Trees are faster in the simulator than in fact because the
+            scheduler's work grows with the queue.""")
         yield Table(
             "Each engine, and how far it is from the real one, or from the emulated one where nothing is real",
             """site | workload | engine | tokens/s | tokens/s, off | service curves, off | hit rate | hit rate, off |

@@ -9,7 +9,7 @@ from sglang_fair.bench.queue import measure_plan
 from workloads.deadlines.measures import attained, measure, percentile
 from workloads.deadlines.run import Outcome
 from workloads.deadlines.traffic import Stream
-from workloads.experiments.claims import Part, Table, at_least, at_most, claim, graded
+from workloads.experiments.claims import Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Measured, Result, Row, TrafficSpec, medians
 from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.qlm_setting import (
@@ -95,14 +95,11 @@ class Blocking(Deadlines):
         with_s, without_s, fcfs_s = (
             at[f"{name}.long"]["wait_mean_s"] for name in ("eviction", "none", "fcfs")
         )
-        yield claim(
-            graded(without_s / with_s >= 50, without_s / with_s > 2),
-            f"""Eviction makes the wait of interactive requests many times shorter | 100 to 1000 times |
-                {without_s / with_s:,.0f} times on average ({with_s:.2f} s in place of {without_s:.1f} s);
-                {fcfs_s / with_s:,.0f} times against order of arrival | Interactive requests wait for requests
-                of their own class too, which no eviction takes back, and without eviction they are still
-                first when memory is free.""",
-        )
+        yield graded(without_s / with_s >= 50, without_s / with_s > 2).claim(f"""Eviction makes the wait of
+            interactive requests many times shorter | 100 to 1000 times | {without_s / with_s:,.0f} times on
+            average ({with_s:.2f} s in place of {without_s:.1f} s); {fcfs_s / with_s:,.0f} times against order
+            of arrival | Interactive requests wait for requests of their own class too, which no eviction
+            takes back, and without eviction they are still first when memory is free.""")
         head = """replica | wait, mean, s = wait_mean_s | wait, P50, s = wait_p50_s | wait, P99, s = wait_p99_s |
             in time = classes/interactive/attained | evictions = evictions | batch done, s = end_s"""
         yield medians("Interactive requests", head, at.values())
@@ -136,12 +133,9 @@ class Drain(Deadlines):
             min(ratio(at, f"{name}.{n}", f"grouped.{n}", "end_s") for n in swept(at))
             for name in ("edf", "affine")
         )
-        yield claim(
-            edf >= 2,
-            f"""EDF by request takes many times as long as groups until the queue is empty | models are loaded
-                again and again | {edf:.1f} times at least; {affine:.1f} times, if it prefers workers that
-                have the model""",
-        )
+        yield graded(edf >= 2).claim(f"""EDF by request takes many times as long as groups until the queue is
+            empty | models are loaded again and again | {edf:.1f} times at least; {affine:.1f} times, if it
+            prefers workers that have the model""")
         head = "system | seconds = end_s | models loaded = swaps | part of the time computing = busy_part"
         yield medians("Until the queue is empty, by the number of A100s", head, at.values())
         yield {"edf_drain_over_grouped": edf}
@@ -193,39 +187,23 @@ class Sweep(Deadlines):
         over_fcfs = over("fcfs_models", widest)
         over_shepherd = max(over("shepherd", rate) for rate in met or rates[:1])
         over_edf = min(over("edf", rate) for rate in rates)
-        yield claim(
-            at_least(speed, 1.0, 0.95),
-            f"""QLM's throughput is at least that of FCFS | 1.2× | {speed:.2f}× at {busiest} requests/s | Both
-                do the same work and neither idles, so order cannot make it faster; what eviction computes or
-                copies again costs a little.""",
-        )
-        yield claim(
-            graded(goodput >= 1.2, goodput > 1.0),
-            f"""Its goodput is higher | 1.2× | {goodput:.2f}× at {busiest} requests/s | A third of the
-                requests has an hour, and is in time in any order.""",
-        )
-        yield claim(
-            beside_shepherd >= 1.3,
-            f"""Its throughput is higher than SHEPHERD's | 1.5× | {beside_shepherd:.2f}× at {busiest}
-                requests/s""",
-        )
-        yield claim(
-            at_least(over_fcfs, 40, 10),
-            f"""Where QLM is in time, FCFS is not | 40 to 90 points | {over_fcfs:.0f} points at {widest}
-                requests/s | A third of the requests has an hour, and a queue that is as long as a trace makes
-                it does not take that long: FCFS can miss at most the other two thirds.""",
-        )
-        yield claim(
-            at_least(over_shepherd, 50, 20),
-            f"""Nor is SHEPHERD | 50 to 90 points | {over_shepherd:.0f} points at most | A third of the
-                requests has an hour, and SHEPHERD is in time for them too.""",
-        )
-        yield claim(
-            at_least(over_edf, 0, -2),
-            f"""EDF by request is never more in time | QLM is ahead by eviction | {over_edf:+.1f} points at
-                least | With one model EDF by request is close to the best order there is, and groups are an
-                approximation of it.""",
-        )
+        yield at_least(speed, 1.0, 0.95).claim(f"""QLM's throughput is at least that of FCFS | 1.2× |
+            {speed:.2f}× at {busiest} requests/s | Both do the same work and neither idles, so order cannot
+            make it faster; what eviction computes or copies again costs a little.""")
+        yield graded(goodput >= 1.2, goodput > 1.0).claim(f"""Its goodput is higher | 1.2× | {goodput:.2f}× at
+            {busiest} requests/s | A third of the requests has an hour, and is in time in any order.""")
+        yield graded(beside_shepherd >= 1.3).claim(f"""Its throughput is higher than SHEPHERD's | 1.5× |
+            {beside_shepherd:.2f}× at {busiest} requests/s""")
+        yield at_least(over_fcfs, 40, 10).claim(f"""Where QLM is in time, FCFS is not | 40 to 90 points |
+            {over_fcfs:.0f} points at {widest} requests/s | A third of the requests has an hour, and a queue
+            that is as long as a trace makes it does not take that long: FCFS can miss at most the other two
+            thirds.""")
+        yield at_least(over_shepherd, 50, 20).claim(f"""Nor is SHEPHERD | 50 to 90 points |
+            {over_shepherd:.0f} points at most | A third of the requests has an hour, and SHEPHERD is in time
+            for them too.""")
+        yield at_least(over_edf, 0, -2).claim(f"""EDF by request is never more in time | QLM is ahead by
+            eviction | {over_edf:+.1f} points at least | With one model EDF by request is close to the best
+            order there is, and groups are an approximation of it.""")
         yield from _by_rate(at)
         yield {
             "throughput_over_fcfs": speed,
@@ -305,23 +283,15 @@ class Ablation(Deadlines):
             points(at, "all", name, chats) for name in ("eviction", "pulling", "balance")
         )
         swap = points(at, "all", "swap")
-        yield claim(
-            at_least(eviction, 30, 5),
-            f"""Without eviction interactive requests are late | 80 points | {eviction:.0f} points of the
-                interactive requests | Continuous batching ends some request every moment, and interactive
-                ones are first when memory is free.""",
-        )
-        yield claim(
-            swap <= 2,
-            f"Without swapping nothing is lost, as there is one model | 0 points | {swap:.1f} points",
-        )
-        yield claim(
-            graded(pulling >= 0 and random >= 0, pulling + random >= -2),
-            f"""Requests that are sent at once, or to a replica at random, lose too | pulling matters |
-                {pulling:.0f} points without pulling, {random:.0f} if assigned at random, of the interactive
-                requests | Replicas with the same policy take requests back themselves, so who is sent too
-                early or elsewhere is not lost.""",
-        )
+        yield at_least(eviction, 30, 5).claim(f"""Without eviction interactive requests are late | 80 points |
+            {eviction:.0f} points of the interactive requests | Continuous batching ends some request every
+            moment, and interactive ones are first when memory is free.""")
+        yield graded(swap <= 2).claim(f"""Without swapping nothing is lost, as there is one model | 0 points |
+            {swap:.1f} points""")
+        yield graded(pulling >= 0 and random >= 0, pulling + random >= -2).claim(f"""Requests that are sent at
+            once, or to a replica at random, lose too | pulling matters | {pulling:.0f} points without
+            pulling, {random:.0f} if assigned at random, of the interactive requests | Replicas with the same
+            policy take requests back themselves, so who is sent too early or elsewhere is not lost.""")
         head = f"""system | all = attained | interactive = {chats} | interactive, P99 s = classes/interactive/p99_s |
             requests/s = throughput_per_s | evictions = evictions"""
         yield medians("In time", head, at.values())
@@ -381,25 +351,18 @@ class Models(Deadlines):
         edf = min(ratio(at, f"qlm.{name}", f"edf.{name}", "throughput_per_s") for _, _, name in runs)
         affine = min(ratio(at, f"qlm.{name}", f"affine.{name}", "throughput_per_s") for name in few)
         met, met_few = (min(at[f"qlm.{name}"]["attained"] for name in names) for names in (many or few, few))
-        yield claim(
-            graded(edf >= 3, edf > 1),
-            f"""QLM's throughput is several times EDF's | 3 to 4× | {edf:.1f}× at least; {affine:.1f}× on few
-                replicas, if EDF prefers workers that have the model | At low rates both serve what comes.""",
-        )
-        yield claim(
-            graded(met > 0.9, met > 0.75),
-            f"""Most requests are in time at all rates | more than 90% below five hundred a second | {met:.1%}
-                at least; on few replicas {met_few:.1%} | Beyond what the replicas can serve no order is in
-                time for all.""",
-        )
+        yield graded(edf >= 3, edf > 1).claim(f"""QLM's throughput is several times EDF's | 3 to 4× |
+            {edf:.1f}× at least; {affine:.1f}× on few replicas, if EDF prefers workers that have the model |
+            At low rates both serve what comes.""")
+        yield graded(met > 0.9, met > 0.75).claim(f"""Most requests are in time at all rates | more than 90%
+            below five hundred a second | {met:.1%} at least; on few replicas {met_few:.1%} | Beyond what the
+            replicas can serve no order is in time for all.""")
         base = f"qlm.{SMALL_REPLICAS}.{ABLATION_RATE:.0f}"
         served, cold = ratio(at, base, "no-swap", "ended"), ratio(at, base, "cold", "throughput_per_s")
-        yield claim(
-            graded(served >= 3, served > 1),
-            f"""Without swapping throughput is lost | 4× | {served:.2f}× as many requests are served if models
-                take turns; {cold:.2f}× the throughput of loading them from disk | Four of five models have a
-                replica without swapping, and groups make swaps so rare that a slow one costs little.""",
-        )
+        yield graded(served >= 3, served > 1).claim(f"""Without swapping throughput is lost | 4× |
+            {served:.2f}× as many requests are served if models take turns; {cold:.2f}× the throughput of
+            loading them from disk | Four of five models have a replica without swapping, and groups make
+            swaps so rare that a slow one costs little.""")
         labels = [SYSTEMS[name][0] for name in SEVERAL]
         for title, path in (("In time", "attained"), ("Requests a second", "throughput_per_s")):
             yield Table(
@@ -448,12 +411,10 @@ class Hardware(Deadlines):
         alike = ("0", f"{MIXED_REPLICAS}")
         mixed = max(gain for slow, gain in gains.items() if slow not in alike)
         pure = max(gain for slow, gain in gains.items() if slow in alike)
-        yield claim(
-            graded(mixed / pure >= 2, mixed / pure > 1.1),
-            f"""QLM gains more where replicas are unlike | 2 to 5 times | {mixed / pure:.2f} times:
-                {mixed:.2f}× where they are mixed, {pure:.2f}× where they are alike | Requests wait where they
-                were sent to, but for no longer than the trace: how much slower an A10 is bounds the gain.""",
-        )
+        yield graded(mixed / pure >= 2, mixed / pure > 1.1).claim(f"""QLM gains more where replicas are unlike
+            | 2 to 5 times | {mixed / pure:.2f} times: {mixed:.2f}× where they are mixed, {pure:.2f}× where
+            they are alike | Requests wait where they were sent to, but for no longer than the trace: how much
+            slower an A10 is bounds the gain.""")
         yield Table(
             "Requests a second",
             """A10s, % | QLM | deadline | in turn | at random | gain | QLM, in time | deadline, in time | in turn, in
@@ -496,12 +457,9 @@ class Mega(Deadlines):
         gains = {int(part): points(at, f"qlm.{part}", f"fcfs.{part}") for part in swept(at)}
         few = max((gain for part, gain in gains.items() if 0 < part <= 10), default=0.0)
         many = max((gain for part, gain in gains.items() if part >= 50), default=0.0)
-        yield claim(
-            graded(few > many, few > 0),
-            f"""The gain is largest for few mega prompts | largest for few, then shrinks | {few:.1f} points
-                with few, {many:.1f} with many | Order helps as long as there is somebody who can wait; that
-                does not depend on lengths alone.""",
-        )
+        yield graded(few > many, few > 0).claim(f"""The gain is largest for few mega prompts | largest for
+            few, then shrinks | {few:.1f} points with few, {many:.1f} with many | Order helps as long as there
+            is somebody who can wait; that does not depend on lengths alone.""")
         yield Table(
             "In time",
             "mega prompts, % | QLM | deadline | EDF | FCFS | points over FCFS",
@@ -539,18 +497,13 @@ class Queues(Deadlines):
         best = [min(over[rate].values()) for rate in rates]
         by_request = max(min(over[rate]["edf"], over[rate]["fcfs"]) for rate in rates[1:])
         empty, long = best[0], max(best[1:])
-        yield claim(
-            at_most(empty, 2, 10),
-            f"""With an empty queue QLM is no better than the best of the others | no gain | {empty:+.1f}
-                points | Five models share fewer replicas, so even a short queue needs swaps.""",
-        )
-        yield claim(
-            graded(long >= 40, long > 0),
-            f"""With a long queue it stays in time where the others do not | stays high | {long:+.0f} points
-                over the best of all, {by_request:+.0f} over those that go by request | Half of the requests
-                has an hour, so nobody misses more than the others; and SHEPHERD's whole batches load few
-                models, too.""",
-        )
+        yield at_most(empty, 2, 10).claim(f"""With an empty queue QLM is no better than the best of the others
+            | no gain | {empty:+.1f} points | Five models share fewer replicas, so even a short queue needs
+            swaps.""")
+        yield graded(long >= 40, long > 0).claim(f"""With a long queue it stays in time where the others do
+            not | stays high | {long:+.0f} points over the best of all, {by_request:+.0f} over those that go
+            by request | Half of the requests has an hour, so nobody misses more than the others; and
+            SHEPHERD's whole batches load few models, too.""")
         labels = [SYSTEMS[name][0] for name in QUEUED_UP]
         yield Table(
             "In time",
@@ -616,17 +569,11 @@ class Overhead(Deadlines):
         deltas, kinds, cost = swept(at), ("one", "several"), at["cost"]
         lost = max(points(at, f"{name}.{deltas[0]}", f"{name}.4") for name in kinds)
         each_ms = cost["ms_per_request"]
-        yield claim(
-            at_most(lost, 2, 10),
-            f"""Groups of four batches lose nothing | near-zero loss | {lost:.1f} points against groups of one
-                batch | With few replicas a group is a large part of what waits.""",
-        )
-        yield claim(
-            at_most(each_ms, 5, 10),
-            f"""The cost of a request is small with four hundred thousand in the queue | 5 ms | {each_ms:.2f}
-                ms, of which {cost["calls_ms"]:.2f} ms for its own calls; a plan takes {cost["plan_s"]:.1f} s
-                | A plan is asked for once for each group.""",
-        )
+        yield at_most(lost, 2, 10).claim(f"""Groups of four batches lose nothing | near-zero loss | {lost:.1f}
+            points against groups of one batch | With few replicas a group is a large part of what waits.""")
+        yield at_most(each_ms, 5, 10).claim(f"""The cost of a request is small with four hundred thousand in
+            the queue | 5 ms | {each_ms:.2f} ms, of which {cost["calls_ms"]:.2f} ms for its own calls; a plan
+            takes {cost["plan_s"]:.1f} s | A plan is asked for once for each group.""")
         head = """models, delta | in time = attained | requests/s = throughput_per_s | plans = plans |
             models loaded = swaps"""
         yield medians("In time", head, [at[f"{name}.{delta}"] for name in kinds for delta in deltas])
@@ -691,17 +638,12 @@ class Needed(Deadlines):
         one, several = (
             ratio(at, f"qlm.{kind}", f"shepherd.{kind}", "replicas") for kind in ("one", "several")
         )
-        yield claim(
-            graded(one < 1, one <= 1),
-            f"""QLM needs fewer replicas than SHEPHERD for one model | fewer | {one:.2f} times as many | Both
-                need as many as the work takes.""",
-        )
-        yield claim(
-            graded(several < 1, several <= 1),
-            f"""And for several | fewer | {several:.2f} times as many | SHEPHERD's batches are of one model
-                until they end, so it loads as few models as QLM does, and at this rate its lower throughput
-                is enough. QLM, with as few replicas, has some requests wait for a model to come back.""",
-        )
+        yield graded(one < 1, one <= 1).claim(f"""QLM needs fewer replicas than SHEPHERD for one model | fewer
+            | {one:.2f} times as many | Both need as many as the work takes.""")
+        yield graded(several < 1, several <= 1).claim(f"""And for several | fewer | {several:.2f} times as
+            many | SHEPHERD's batches are of one model until they end, so it loads as few models as QLM does,
+            and at this rate its lower throughput is enough. QLM, with as few replicas, has some requests wait
+            for a model to come back.""")
         yield medians(
             "Fewest replicas", "system, models | replicas = replicas | in time = attained", at.values()
         )

@@ -133,7 +133,7 @@ def _summary(found: Sequence[Reported]) -> str:
         for one in found
         for claim in one.report.claims
     ]
-    held = [claim.holds for one in found for claim in one.report.claims]
+    held = [str(claim.holds) for one in found for claim in one.report.claims]
     head = (
         f"## Every claim\n\nOf {len(held)} claims {held.count('yes')} hold here, {held.count('partly')} hold in part, "
         f"{held.count('no')} do not.\n\n"

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from sglang_fair.core.cost import make_cost
 from workloads.experiments import vtc_setting as vtc
-from workloads.experiments.claims import Claim, Part, Table, at_least, at_most, claim, graded
+from workloads.experiments.claims import Claim, Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, TrafficSpec
 from workloads.experiments.plots import Figure, Line, Panel, average, variation
 from workloads.experiments.senders import even, on_off, poisson
@@ -37,25 +37,15 @@ class Overload(vtc.VtcExperiment):
         most, grows = fair["accumulated/max"], fcfs["accumulated/end"] / fcfs["accumulated/half"]
         gap = vtc.largest_gap(fair, "client 1", "client 2")
         ratio = fcfs["clients/client 2/service"] / fcfs["clients/client 1/service"]
-        yield claim(
-            most <= BOUND,
-            f"""VTC bounds the difference between backlogged clients, however long they are backlogged | flat;
-                at most 2U = {BOUND:,} units | at most {most:,.0f} units""",
-        )
-        yield claim(
-            at_least(grows, 1.7, 1.3),
-            f"FCFS's difference grows with time | grows steadily | at the end {grows:.2f}× that of half time",
-        )
-        yield claim(
-            at_most(gap, 0.1, 0.25),
-            f"""Under VTC both receive the same rate at any time ({WINDOW_S:.0f} s windows) | equal | within
-                {gap:.1%} | A batch is admitted as one client's or the other's, and a window holds only some
-                batches.""",
-        )
-        yield claim(
-            ratio >= 1.8,
-            f"FCFS serves more to whoever sends more | as their rates, 2 : 1 | {ratio:.2f} : 1",
-        )
+        yield graded(most <= BOUND).claim(f"""VTC bounds the difference between backlogged clients, however
+            long they are backlogged | flat; at most 2U = {BOUND:,} units | at most {most:,.0f} units""")
+        yield at_least(grows, 1.7, 1.3).claim(f"""FCFS's difference grows with time | grows steadily | at the
+            end {grows:.2f}× that of half time""")
+        yield at_most(gap, 0.1, 0.25).claim(f"""Under VTC both receive the same rate at any time
+            ({WINDOW_S:.0f} s windows) | equal | within {gap:.1%} | A batch is admitted as one client's or the
+            other's, and a window holds only some batches.""")
+        yield graded(ratio >= 1.8).claim(f"""FCFS serves more to whoever sends more | as their rates, 2 : 1 |
+            {ratio:.2f} : 1""")
         shares = "clients/client 1/service", "clients/client 2/service"
         yield Table(
             "Service received in the run",
@@ -118,25 +108,14 @@ class BelowShare(OneRun):
         ratio, rest = served[1] / served[0], served[2] / sum(served)
         p90_s = max(run[f"clients/client {k}/response_s/p90"] for k in (1, 2))
         first_s, last_s = by_third(run, "client 3")
-        yield claim(
-            1.9 <= ratio <= 2.1,
-            f"Clients below their share are served as they ask | services 1 : 2 | 1 : {ratio:.2f}",
-        )
-        yield claim(
-            at_most(p90_s, 5, 10),
-            f"""They are served at once | immediately | P90 of the response time {p90_s:.2f} s | A request
-                waits for the next one to finish when the pool is full.""",
-        )
-        yield claim(
-            rest > 1 / 3,
-            f"""The overloaded client takes the rest (work conservation) | more than 1/3 | {rest:.0%} of the
-                service""",
-        )
-        yield claim(
-            last_s > 1.5 * first_s,
-            f"""The overloaded client's response time rises | rises all the time | from {first_s:.0f} s in the
-                first third to {last_s:.0f} s in the last""",
-        )
+        yield graded(1.9 <= ratio <= 2.1).claim(f"""Clients below their share are served as they ask |
+            services 1 : 2 | 1 : {ratio:.2f}""")
+        yield at_most(p90_s, 5, 10).claim(f"""They are served at once | immediately | P90 of the response time
+            {p90_s:.2f} s | A request waits for the next one to finish when the pool is full.""")
+        yield graded(rest > 1 / 3).claim(f"""The overloaded client takes the rest (work conservation) | more
+            than 1/3 | {rest:.0%} of the service""")
+        yield graded(last_s > 1.5 * first_s).claim(f"""The overloaded client's response time rises | rises all
+            the time | from {first_s:.0f} s in the first third to {last_s:.0f} s in the last""")
 
 
 class OnOff(OneRun):
@@ -155,21 +134,15 @@ class OnOff(OneRun):
         share = part_of_rate(run, "client 2")
         off_share = fmean(average(share, middle - 1, middle + 1) for middle in middles)
         quick_s, slow_s = (run[f"clients/client {k}/response_s/mean"] for k in (1, 2))
-        yield claim(
-            at_most(varies, 0.05, 0.1),
-            f"""The total service rate stays the same | constant | varies by {varies:.1%} (standard deviation
-                over mean)""",
-        )
-        yield claim(
-            at_least(off_share, 0.85, 0.7),
-            f"""In OFF phases the other takes all | all of it | {off_share:.0%} in the windows of OFF phases |
-                What client 1 sent at the end of an ON phase is still being answered.""",
-        )
-        yield claim(
-            graded(quick_s <= 5 and quick_s < slow_s / 5, quick_s < slow_s / 2),
-            f"""The client below its share is served fast | low latency | {quick_s:.1f} s in the mean, the
-                other {slow_s:.0f} s""",
-        )
+        yield at_most(varies, 0.05, 0.1).claim(f"""The total service rate stays the same | constant | varies
+            by {varies:.1%} (standard deviation over mean)""")
+        yield at_least(off_share, 0.85, 0.7).claim(f"""In OFF phases the other takes all | all of it |
+            {off_share:.0%} in the windows of OFF phases | What client 1 sent at the end of an ON phase is
+            still being answered.""")
+        yield graded(
+            quick_s <= 5 and quick_s < slow_s / 5, quick_s < slow_s / 2
+        ).claim(f"""The client below its share is served fast | low latency | {quick_s:.1f} s in the mean, the
+            other {slow_s:.0f} s""")
 
 
 class OnOffOverload(OneRun):
@@ -186,12 +159,11 @@ class OnOffOverload(OneRun):
     def claims(self, run: Result) -> Iterator[Claim]:
         ratio = run["clients/client 2/service"] / run["clients/client 1/service"]
         gap = vtc.largest_gap(run, "client 1", "client 2")
-        yield claim(
-            graded(1 / 1.05 <= ratio <= 1.05 and gap <= 0.15, 1 / 1.2 <= ratio <= 1.2),
-            f"""A client that stays backlogged in its OFF phases receives as much as the other | equal rates
-                in all phases | 1 : {ratio:.2f}; in {WINDOW_S:.0f} s windows within {gap:.0%} | Where client
-                1's backlog is served before its next ON phase, the other takes the rest.""",
-        )
+        yield graded(
+            1 / 1.05 <= ratio <= 1.05 and gap <= 0.15, 1 / 1.2 <= ratio <= 1.2
+        ).claim(f"""A client that stays backlogged in its OFF phases receives as much as the other | equal
+            rates in all phases | 1 : {ratio:.2f}; in {WINDOW_S:.0f} s windows within {gap:.0%} | Where client
+            1's backlog is served before its next ON phase, the other takes the rest.""")
 
 
 class Isolation(OneRun):
@@ -207,12 +179,11 @@ class Isolation(OneRun):
 
     def claims(self, run: Result) -> Iterator[Claim]:
         (before_s, after_s), (_, other_s) = (by_third(run, f"client {k}") for k in (1, 2))
-        yield claim(
-            graded(after_s <= 5 and after_s < other_s / 3, after_s < other_s / 2),
-            f"""The well-behaved client's response time is about the same, however much the other sends |
-                roughly unchanged | {before_s:.2f} s in the first third, {after_s:.2f} s in the last; the
-                other's {other_s:.0f} s then | Once the pool is full, a request waits for another to finish.""",
-        )
+        yield graded(
+            after_s <= 5 and after_s < other_s / 3, after_s < other_s / 2
+        ).claim(f"""The well-behaved client's response time is about the same, however much the other sends |
+            roughly unchanged | {before_s:.2f} s in the first third, {after_s:.2f} s in the last; the other's
+            {other_s:.0f} s then | Once the pool is full, a request waits for another to finish.""")
 
 
 def part_of_rate(run: Result, client: str) -> Line:
@@ -253,16 +224,10 @@ class Lengths(vtc.VtcExperiment):
             fair, fcfs = at[f"{shape}.vtc"], at[f"{shape}.fcfs"]
             least, most = fair["accumulated/max"], fcfs["accumulated/max"]
             times, grows = most / least, fcfs["accumulated/end"] / fcfs["accumulated/half"]
-            yield claim(
-                least <= BOUND,
-                f"""{figure}: VTC's difference is bounded | flat; at most 2U = {BOUND:,} units | at most
-                    {least:,.0f} units""",
-            )
-            yield claim(
-                graded(times > 3 and grows >= 1.5, times > 1),
-                f"""{figure}: FCFS's is not | grows steadily | {most:,.0f} units, {times:.0f}× VTC's; at the
-                    end {grows:.2f}× that of half time""",
-            )
+            yield graded(least <= BOUND).claim(f"""{figure}: VTC's difference is bounded | flat; at most 2U =
+                {BOUND:,} units | at most {least:,.0f} units""")
+            yield graded(times > 3 and grows >= 1.5, times > 1).claim(f"""{figure}: FCFS's is not | grows
+                steadily | {most:,.0f} units, {times:.0f}× VTC's; at the end {grows:.2f}× that of half time""")
             both = vtc.rates({"VTC": fair, "FCFS": fcfs})
             difference = vtc.accumulated(fair, fcfs, bound=BOUND)
             yield Figure(f"{shape}-rate", f"{figure}: received service rate.", both)
@@ -302,22 +267,16 @@ class Shift(vtc.VtcExperiment):
         served = {name: found[1][0] / asked for name, found in rates.items()}
         fair, lifted = shares["vtc"][1], shares["lcf"][1]
         apart = max(abs(shares["vtc"][phase] - shares["lcf"][phase]) for phase in (0, 2))
-        yield claim(
-            at_most(abs(fair - 0.5), 0.05, 0.1),
-            f"When both overload, VTC serves them alike | equal rates | client 1 receives {fair:.0%}",
-        )
-        yield claim(
-            graded(served["lcf"] >= 0.97 and lifted >= fair + 0.04, lifted > fair),
-            f"""LCF then favours client 1, whose counter lags behind from before | disproportionately client 1
-                | client 1 receives {served["lcf"]:.0%} of what it asks for, {lifted:.0%} of the whole; under
-                VTC {served["vtc"]:.0%} and {fair:.0%} | It cannot receive more than it asks for.""",
-        )
-        yield claim(
-            at_most(apart, 0.05, 0.1),
-            f"""Before and after, VTC and LCF are alike | similar | client 1's shares differ by at most
-                {100 * apart:.0f} points | Under VTC client 1 begins the last phase with a backlog, since it
-                asked for more than its half; under LCF it has none.""",
-        )
+        yield at_most(abs(fair - 0.5), 0.05, 0.1).claim(f"""When both overload, VTC serves them alike | equal
+            rates | client 1 receives {fair:.0%}""")
+        yield graded(
+            served["lcf"] >= 0.97 and lifted >= fair + 0.04, lifted > fair
+        ).claim(f"""LCF then favours client 1, whose counter lags behind from before | disproportionately
+            client 1 | client 1 receives {served["lcf"]:.0%} of what it asks for, {lifted:.0%} of the whole;
+            under VTC {served["vtc"]:.0%} and {fair:.0%} | It cannot receive more than it asks for.""")
+        yield at_most(apart, 0.05, 0.1).claim(f"""Before and after, VTC and LCF are alike | similar | client
+            1's shares differ by at most {100 * apart:.0f} points | Under VTC client 1 begins the last phase
+            with a backlog, since it asked for more than its half; under LCF it has none.""")
         yield Table(
             "Client 1's part of the service, by phase",
             "scheduler | ON/OFF, % | overload, % | below its share, %",
@@ -374,26 +333,19 @@ class Pools(vtc.VtcExperiment):
             return step, apart, f"{step:.2f}× in step, {apart:.2f}× out of step"
 
         *both, ours = times("pool-65k", "pool-35k")
-        yield claim(
-            graded(min(both) >= 1.2, max(both) >= 1.2),
-            f"15a: a larger pool varies more | 65,000 above 35,000 | {ours}",
-        )
+        yield graded(min(both) >= 1.2, max(both) >= 1.2).claim(f"""15a: a larger pool varies more | 65,000
+            above 35,000 | {ours}""")
         *both, ours = times("pool-35k", "length-256")
-        yield claim(
-            graded(min(both) >= 1.1, max(both) >= 1.1),
-            f"""15b: longer requests vary more | 512 above 256 | {ours} | One turn of a client is a request,
-                so the difference is a few requests' worth; what is admitted at once decides how many.""",
-        )
+        yield graded(min(both) >= 1.1, max(both) >= 1.1).claim(f"""15b: longer requests vary more | 512 above
+            256 | {ours} | One turn of a client is a request, so the difference is a few requests' worth; what
+            is admitted at once decides how many.""")
         *both, ours = times("length-768", "pool-35k")
         alike = [0.75 <= one <= 1.33 for one in both]
-        yield claim(
-            graded(all(alike), any(alike)),
-            f"""15b: 512 and 768 vary alike | the same, for the bound is reached | {ours}; {used:.0%} of 2U at
-                most | One turn of a client is a request, so out of step the difference grows with its length;
-                in step it is as many requests as end together. The theorem's bound, a pool that is all one
-                client's, is far.""",
-        )
-        yield claim(used <= 1, f"Differences stay within the theorem | 2U | {used:.0%} of 2U at most")
+        yield graded(all(alike), any(alike)).claim(f"""15b: 512 and 768 vary alike | the same, for the bound
+            is reached | {ours}; {used:.0%} of 2U at most | One turn of a client is a request, so out of step
+            the difference grows with its length; in step it is as many requests as end together. The
+            theorem's bound, a pool that is all one client's, is far.""")
+        yield graded(used <= 1).claim(f"Differences stay within the theorem | 2U | {used:.0%} of 2U at most")
         yield Table(
             "Largest difference of accumulated service",
             """pool, tokens | request, tokens | difference in step, units | difference out of step, units |
@@ -447,14 +399,10 @@ class Weighted(vtc.VtcExperiment):
         uneven = max(parts["equal"]) / min(parts["equal"]) - 1
         due = [weight / sum(WEIGHTS.values()) for weight in WEIGHTS.values()]
         off = max(abs(part / right - 1) for part, right in zip(parts["weighted"], due, strict=True))
-        yield claim(
-            at_most(uneven, 0.05, 0.15),
-            f"Without weights all receive the same | equal | {shown['equal']}",
-        )
-        yield claim(
-            at_most(off, 0.1, 0.2),
-            f"With weights they receive in proportion | 1 : 2 : 3 : 4 | {shown['weighted']}",
-        )
+        yield at_most(uneven, 0.05, 0.15).claim(f"""Without weights all receive the same | equal |
+            {shown["equal"]}""")
+        yield at_most(off, 0.1, 0.2).claim(f"""With weights they receive in proportion | 1 : 2 : 3 : 4 |
+            {shown["weighted"]}""")
         yield Table(
             "Service received in the run, units",
             "policy | client 1 | client 2 | client 3 | client 4",
@@ -529,25 +477,17 @@ class Prediction(vtc.VtcExperiment):
         ]
 
         both = in_step[1], out_of_step[1]
-        yield claim(
-            graded(max(both) <= 0.6, min(both) <= 0.6),
-            f"""{table}: a prediction that is up to 50 % off shrinks the mean difference | {paper[1]} |
-                {ours[1]} | How far plain VTC swings depends on how many requests are admitted at once: out of
-                step it swings little, and there is little to gain.""",
-        )
+        yield graded(max(both) <= 0.6, min(both) <= 0.6).claim(f"""{table}: a prediction that is up to 50 %
+            off shrinks the mean difference | {paper[1]} | {ours[1]} | How far plain VTC swings depends on how
+            many requests are admitted at once: out of step it swings little, and there is little to gain.""")
         less = [one[2] <= min(0.4, one[1]) for one in (in_step, out_of_step)]
-        yield claim(
-            graded(all(less), any(less)),
-            f"""{table}: an oracle shrinks it further | {paper[2]} | {ours[2]} | What remains is the one
-                request by which counters must differ, and out of step plain VTC is close to that.""",
-        )
+        yield graded(all(less), any(less)).claim(f"""{table}: an oracle shrinks it further | {paper[2]} |
+            {ours[2]} | What remains is the one request by which counters must differ, and out of step plain
+            VTC is close to that.""")
         speeds = [one["tokens_per_s"] for one in (plain, noisy, oracle)]
-        yield claim(
-            max(speeds) <= 1.02 * min(speeds),
-            f"""{table}: throughput is unchanged |
-                {" / ".join(f"{row[3]:g}" for row in TABLE_5_6[clients]) + " tokens/s"} |
-                {" / ".join(f"{speed:,.0f}" for speed in speeds) + " tokens/s"}""",
-        )
+        yield graded(max(speeds) <= 1.02 * min(speeds)).claim(f"""{table}: throughput is unchanged |
+            {" / ".join(f"{row[3]:g}" for row in TABLE_5_6[clients]) + " tokens/s"} |
+            {" / ".join(f"{speed:,.0f}" for speed in speeds) + " tokens/s"}""")
 
 
 TABLE_4: Mapping[str, tuple[float, ...]] = {
@@ -575,16 +515,12 @@ class Profiled(vtc.VtcExperiment):
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         fifo, fair, oracle = (at[name]["difference/avg"] for name in TABLE_4)
         theirs = [row[1] for row in TABLE_4.values()]
-        yield claim(
-            graded(fair / fifo <= 0.5, fair < fifo),
-            f"""Under the profiled cost, VTC's mean difference is far below FCFS's | {theirs[0]:.1f} to
-                {theirs[1]:.1f}, {theirs[1] / theirs[0]:.0%} | {fifo:.1f} to {fair:.1f}, {fair / fifo:.0%}""",
-        )
-        yield claim(
-            graded(oracle / fifo <= 0.1, oracle < fair),
-            f"""With an oracle there is almost none left | {theirs[0]:.1f} to {theirs[2]:.1f},
-                {theirs[2] / theirs[0]:.0%} | {fifo:.1f} to {oracle:.1f}, {oracle / fifo:.0%}""",
-        )
+        yield graded(fair / fifo <= 0.5, fair < fifo).claim(f"""Under the profiled cost, VTC's mean difference
+            is far below FCFS's | {theirs[0]:.1f} to {theirs[1]:.1f}, {theirs[1] / theirs[0]:.0%} | {fifo:.1f}
+            to {fair:.1f}, {fair / fifo:.0%}""")
+        yield graded(oracle / fifo <= 0.1, oracle < fair).claim(f"""With an oracle there is almost none left |
+            {theirs[0]:.1f} to {theirs[2]:.1f}, {theirs[2] / theirs[0]:.0%} | {fifo:.1f} to {oracle:.1f},
+            {oracle / fifo:.0%}""")
         yield Table(
             "Table 4: service difference, profiled cost (service difference in units/s)",
             vtc.DIFFERENCE,

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from sglang_fair.core.cost import make_cost
 from workloads.clients import Client
 from workloads.experiments import vtc_setting as vtc
-from workloads.experiments.claims import Claim, Entry, Part, Table, at_least, claim, graded
+from workloads.experiments.claims import Claim, Entry, Part, Table, at_least, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
 from workloads.experiments.plots import Figure, Panel, Panels
 from workloads.programs.codec import PackedCodec
@@ -154,62 +154,47 @@ class ArenaTrace(Simulated):
             "Table 2: mean difference, oracle < predict < VTC < LCF < FCFS", linear, "difference", TABLE_2
         )
         below = fair["difference/avg"] / fifo["difference/avg"]
-        yield claim(
-            graded(below <= 0.75, below < 1),
-            f"""Table 2: VTC's mean difference is a good part below FCFS's |
-                {TABLE_2["VTC"][1] / TABLE_2["FCFS"][1]:.0%} | {below:.0%}""",
-        )
+        yield graded(below <= 0.75, below < 1).claim(f"""Table 2: VTC's mean difference is a good part below
+            FCFS's | {TABLE_2["VTC"][1] / TABLE_2["FCFS"][1]:.0%} | {below:.0%}""")
         speed = fair["tokens_per_s"] / fifo["tokens_per_s"]
-        yield claim(
-            at_least(speed, 0.98, 0.95),
-            f"""Table 2: VTC costs no throughput | 779 to 777 tokens/s, 1.00× | {fair["tokens_per_s"]:.0f} to
-                {fifo["tokens_per_s"]:.0f} tokens/s, {speed:.2f}×""",
-        )
+        yield at_least(speed, 0.98, 0.95).claim(f"""Table 2: VTC costs no throughput | 779 to 777 tokens/s,
+            1.00× | {fair["tokens_per_s"]:.0f} to {fifo["tokens_per_s"]:.0f} tokens/s, {speed:.2f}×""")
         (fcfs_s, vtc_s), heavy = (_waits(one, MEDIUM) for one in (fifo, fair)), slice(-2, None)
         fcfs_heavy_s, vtc_heavy_s = (_waits(one, heavy) for one in (fifo, fair))
-        yield claim(
-            graded(fcfs_s >= 0.5 * fcfs_heavy_s and vtc_s <= 0.25 * fcfs_s, vtc_s < fcfs_s),
-            f"""Figure 12: under FCFS all clients' response times rise, under VTC those of over-senders alone
-                | all; only over-senders | medium clients {fcfs_s:.0f} s under FCFS, {vtc_s:.1f} s under VTC;
-                heavy {fcfs_heavy_s:.0f} s and {vtc_heavy_s:.0f} s""",
-        )
+        yield graded(
+            fcfs_s >= 0.5 * fcfs_heavy_s and vtc_s <= 0.25 * fcfs_s, vtc_s < fcfs_s
+        ).claim(f"""Figure 12: under FCFS all clients' response times rise, under VTC those of over-senders
+            alone | all; only over-senders | medium clients {fcfs_s:.0f} s under FCFS, {vtc_s:.1f} s under
+            VTC; heavy {fcfs_heavy_s:.0f} s and {vtc_heavy_s:.0f} s""")
 
     def _limits(self, linear: Mapping[str, Result]) -> Iterator[Claim]:
         fair = linear["VTC"]["tokens_per_s"]
         limited = [one["tokens_per_s"] / fair for label, one in linear.items() if "RPM" in label]
         tight, loose = limited[0], limited[-1]
-        yield claim(
-            graded(max(limited) <= 0.99 and tight <= 0.6, tight < 0.8),
-            f"""Figure 14: RPM's throughput is below VTC's at every limit | 340 of 779 tokens/s at 5
-                requests/min, 44 %; 747 at 30, 96 % | {tight:.0%} at {LIMITS[0]}, {loose:.0%} at {LIMITS[4]} |
-                At the highest limits almost nothing is refused.""",
-        )
+        yield graded(max(limited) <= 0.99 and tight <= 0.6, tight < 0.8).claim(f"""Figure 14: RPM's throughput
+            is below VTC's at every limit | 340 of 779 tokens/s at 5 requests/min, 44 %; 747 at 30, 96 % |
+            {tight:.0%} at {LIMITS[0]}, {loose:.0%} at {LIMITS[4]} | At the highest limits almost nothing is
+            refused.""")
         low, high, all_s = (_waits(linear[label]) for label in ("RPM(5)", "RPM(30)", "FCFS"))
-        yield claim(
-            graded(low <= 0.1 * all_s and high >= 0.5 * all_s, low < high <= all_s),
-            f"""Figure 13: a low limit is fast for all, a high one is FCFS again | similar, low response times
-                at {LIMITS[0]}; FCFS's curve at high limits | mean {low:.1f} s at {LIMITS[0]}, {high:.0f} s at
-                {LIMITS[4]}, {all_s:.0f} s under FCFS | A limit of {LIMITS[4]} still refuses what the heaviest
-                clients send.""",
-        )
+        yield graded(
+            low <= 0.1 * all_s and high >= 0.5 * all_s, low < high <= all_s
+        ).claim(f"""Figure 13: a low limit is fast for all, a high one is FCFS again | similar, low response
+            times at {LIMITS[0]}; FCFS's curve at high limits | mean {low:.1f} s at {LIMITS[0]}, {high:.0f} s
+            at {LIMITS[4]}, {all_s:.0f} s under FCFS | A limit of {LIMITS[4]} still refuses what the heaviest
+            clients send.""")
 
     def _figure_18(self, linear: Mapping[str, Result], profiled: Mapping[str, Result]) -> Iterator[Claim]:
         text = "Table 3: the same order under the profiled cost"
         yield _in_order(text, profiled, "difference_profiled", TABLE_3)
         ours, others = _waits(profiled["VTC"], MEDIUM), _waits(linear["FCFS"], MEDIUM)
-        yield claim(
-            graded(ours <= 0.25 * others, ours < others),
-            f"""Figure 18: VTC keeps clients with few requests fast under the profiled cost, FCFS does not |
-                low against rising | medium clients {ours:.1f} s to {others:.0f} s""",
-        )
+        yield graded(ours <= 0.25 * others, ours < others).claim(f"""Figure 18: VTC keeps clients with few
+            requests fast under the profiled cost, FCFS does not | low against rising | medium clients
+            {ours:.1f} s to {others:.0f} s""")
         lcf, fair = (_waits(profiled[label], slice(-5, None), median) for label in ("LCF", "VTC"))
-        yield claim(
-            at_least(lcf / fair, 1.2, 1.05),
-            f"""Figure 18: LCF punishes clients that always send much | excessively high response times |
-                median of the five heaviest: {lcf:.0f} s under LCF, {fair:.0f} s under VTC | LCF favours
-                clients that come later over those that are always there, and not all of the five that send
-                most are always there.""",
-        )
+        yield at_least(lcf / fair, 1.2, 1.05).claim(f"""Figure 18: LCF punishes clients that always send much
+            | excessively high response times | median of the five heaviest: {lcf:.0f} s under LCF, {fair:.0f}
+            s under VTC | LCF favours clients that come later over those that are always there, and not all of
+            the five that send most are always there.""")
 
 
 def _cell(label: str, cost: str = "linear") -> str:
@@ -224,12 +209,10 @@ def _in_order(
 ) -> Claim:
     names = ("VTC (oracle)", "VTC (predict)", "VTC", "LCF", "FCFS")
     means = [found[name][f"{path}/avg"] for name in names]
-    return claim(
-        graded(means == sorted(means), means[2] < means[4]),
-        f"""{text} | {" < ".join(f"{theirs[name][1]:.0f}" for name in names)} |
-            {", ".join(f"{mean:.0f}" for mean in means)} | VTC is below FCFS; its relatives lie close to it,
-            and their order changes with the trace.""",
-    )
+    return graded(means == sorted(means), means[2] < means[4]).claim(f"""{text} |
+        {" < ".join(f"{theirs[name][1]:.0f}" for name in names)} |
+        {", ".join(f"{mean:.0f}" for mean in means)} | VTC is below FCFS; its relatives lie close to it, and
+        their order changes with the trace.""")
 
 
 MEDIUM = slice(9, 17)
