@@ -245,78 +245,51 @@ REPLICA = """
 """
 
 
-class Machines:
-    """A machine with the GPUs of `FOUR`, on which clusters run whose replicas only say which GPUs they have."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "replica.py").write_text(textwrap.dedent(REPLICA))
-        self._program("nvidia-smi", f"cat <<'END'\n{FOUR}END\n")
-        self._program(
-            "python",
-            f'if [ "$2" = sglang_fair.engines.replica ]; then\n'
-            f'exec {sys.executable} "{folder}/replica.py" "$@"\nfi\n'
-            f'exec {sys.executable} "$@"\n',
-        )
-
-    def _program(self, name: str, text: str) -> None:
-        path = self.folder / name
-        path.write_text(f"#!/bin/sh\n{text}")
-        path.chmod(0o755)
-
-    @contextlib.contextmanager
-    def cluster(self, replicas: int, *extra: str, allowed: str | None = None) -> Iterator["Running"]:
-        env = {**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}"}
-        env.pop("CUDA_VISIBLE_DEVICES", None)
-        if allowed is not None:
-            env["CUDA_VISIBLE_DEVICES"] = allowed
-        log = self.folder / f"log-{os.urandom(4).hex()}"
-        command = [sys.executable, "-c", textwrap.dedent(CLUSTER), str(self.folder / "python"), str(replicas)]
-        with log.open("wb") as errors:
-            process = subprocess.Popen([*command, *extra], stdout=subprocess.PIPE, stderr=errors, env=env)
-        try:
-            yield Running(process, log)
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=LIMIT_S)
+@contextlib.contextmanager
+def cluster(folder: Path, replicas: int) -> Iterator["subprocess.Popen[bytes]"]:
+    """On a machine with the GPUs of `FOUR`. Its replicas only say which GPUs they have."""
+    (folder / "replica.py").write_text(textwrap.dedent(REPLICA))
+    replica = (
+        f'if [ "$2" = sglang_fair.engines.replica ]; then exec {sys.executable} {folder}/replica.py "$@"; fi'
+    )
+    for name, text in (
+        ("nvidia-smi", f"cat <<'END'\n{FOUR}END\n"),
+        ("python", f'{replica}\nexec {sys.executable} "$@"\n'),
+    ):
+        (folder / name).write_text(f"#!/bin/sh\n{text}")
+        (folder / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    command = [sys.executable, "-c", textwrap.dedent(CLUSTER), str(folder / "python"), str(replicas)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT_S)
 
 
-class Running:
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
-        self.process, self.log = process, log
-        self.facts: dict[str, Any] = json.loads(process.stdout.readline() or "{}")  # type: ignore[union-attr]
-
-    def gpus(self) -> list[str]:
-        assert self.facts, self.log.read_text()[-3000:]
-        return [_get(f"{url}/gpus")["gpus"] for url in self.facts["replicas"]]
-
-    def ask(self, **asked: Any) -> dict[str, Any]:
-        port = int(self.facts["gateway"].rpartition(":")[2])
-        return ask(socket_path(port), asked, lambda text: None, LIMIT_S)
-
-
-def _get(url: str) -> dict[str, Any]:
-    return httpx.get(url, timeout=LIMIT_S).json()
+def _gpus(url: str) -> str:
+    return httpx.get(url, timeout=LIMIT_S).json()["gpus"]
 
 
 @LINUX
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_clusters_on_one_machine(tmp_path: Path) -> None:
-    machine = Machines(tmp_path)
-    with machine.cluster(3) as first:
-        assert first.gpus() == ["0", "1", "2"]
-        with machine.cluster(2) as second:
-            assert second.process.wait(LIMIT_S) == 1
-            said = second.log.read_text()
+    with cluster(tmp_path, 3) as first:
+        assert first.stdout is not None
+        facts = json.loads(first.stdout.readline())
+        assert [_gpus(url) for url in facts["replicas"]] == ["0", "1", "2"]
+        with cluster(tmp_path, 2) as second:
+            assert second.wait(LIMIT_S) == 1
+            assert second.stderr is not None
+            said = second.stderr.read().decode()
             assert "2 replicas with 1 GPU each need 2 GPUs; of 4 that are visible 1 are free" in said
-        assert _get(first.ask(do="add")["url"])["gpus"] == "3"
+        path = socket_path(int(facts["gateway"].rpartition(":")[2]))
+        assert _gpus(ask(path, {"do": "add"}, print, LIMIT_S)["url"]) == "3"
         with pytest.raises(Refused, match="of 4 that are visible 0 are free"):
-            first.ask(do="add")
-        first.ask(do="drain", name="r1")
-        assert _get(first.ask(do="add")["url"])["gpus"] == "1"
-    with machine.cluster(1, allowed="GPU-cc44,1") as third:
-        assert third.gpus() == ["3"]
+            ask(path, {"do": "add"}, print, LIMIT_S)
 
 
 def test_the_words_behind_the_dashes_that_would_move_gpus() -> None:

@@ -1,16 +1,13 @@
 """Keys: who may connect, who is refused and counted, and what a folder of keys is."""
 
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from router import keys as command
-from sglang_fair.common.curve import ADMITTED, ROLES, Gate, Keys, make
+from sglang_fair.common.curve import ROLES, Keys, make
 from sglang_fair.settings.commands import BAD_INPUT, run
-from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -78,69 +75,3 @@ def test_keys_of_two_folders_do_not_go_together(folder: Path, tmp_path: Path) ->
     (folder / "router.key_secret").write_text(secret.replace(ours, theirs))
     with pytest.raises(ValueError, match="are not of one pair"):
         Keys.read(folder, "router")
-
-
-class Server:
-    """A router's socket behind a gate."""
-
-    def __init__(self, keys: Keys) -> None:
-        self.context = zmq.Context()
-        self.gate = Gate(self.context, keys)
-        self.socket = self.context.socket(zmq.ROUTER)
-        keys.serve(self.socket)
-        self.gate.watch(self.socket)
-        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        self.heard: list[bytes] = []
-
-    def turn(self) -> None:
-        poller = zmq.Poller()
-        for one in (*self.gate.sockets, self.socket):
-            poller.register(one, zmq.POLLIN)
-        for source, _ in poller.poll(20):
-            if source is self.socket:
-                self.heard.append(self.socket.recv_multipart()[-1])
-            else:
-                self.gate.serve(source)
-
-    def close(self) -> None:
-        self.socket.close(0)
-        self.gate.close()
-        self.context.term()
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[Server]:
-    made = Server(Keys.read(folder, "router"))
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("who", ["gateway", "replica", "stranger", "another router's gateway", "nobody"])
-def test_only_those_with_an_admitted_key_are_let_in(who: str, server: Server, folder: Path) -> None:
-    make(folder / "other")
-    theirs, strange = Keys.read(folder, "gateway"), Keys.read(folder / "other", "gateway")
-    replica = Keys.read(folder, "replica")
-    keys = {
-        "gateway": theirs,
-        "replica": Keys("replica", replica.public, replica.secret, theirs.others),
-        "stranger": Keys("gateway", strange.public, strange.secret, theirs.others),
-        "another router's gateway": Keys("gateway", theirs.public, theirs.secret, strange.others),
-        "nobody": None,
-    }[who]
-    context = zmq.Context()
-    client = context.socket(zmq.DEALER)
-    client.linger = 0
-    if keys is not None:
-        keys.connect(client, "router")
-    client.connect(f"tcp://127.0.0.1:{server.port}")
-    client.send(b"let me in")
-
-    def settled() -> bool:
-        server.turn()
-        return bool(server.heard or server.gate.refused)
-
-    wait_until(settled, "it is let in or refused")
-    assert server.heard == ([b"let me in"] if who in ADMITTED["router"] else [])
-    assert bool(server.gate.refused) is (who not in ADMITTED["router"])
-    client.close(0)
-    context.term()

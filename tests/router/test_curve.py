@@ -96,14 +96,23 @@ def test_a_capture_of_the_gateways_wire(running: Running, folder: Path, has_keys
 
 
 @pytest.mark.parametrize("has_keys", [True], indirect=True)
-def test_a_gateway_with_a_wrong_key_is_refused_and_counted(running: Running, folder: Path) -> None:
+def test_only_a_gateway_with_the_right_keys_is_let_in_and_others_are_counted(
+    running: Running, folder: Path
+) -> None:
     make(folder / "other")
     wrong, right = Keys.read(folder / "other", "gateway"), Keys.read(folder, "gateway")
+    replica = Keys.read(folder, "replica")
     assert running.state()["wire"]["refused"] == 0
 
     async def body() -> None:
         fleet = Fleet(lambda worker: True)
-        for keys in (None, wrong, Keys("gateway", wrong.public, wrong.secret, right.others)):
+        for keys in (
+            None,
+            wrong,
+            Keys("gateway", wrong.public, wrong.secret, right.others),
+            Keys("gateway", right.public, right.secret, wrong.others),
+            Keys("replica", replica.public, replica.secret, right.others),
+        ):
             before = running.state()["wire"]["refused"]
             link = Link(running.shell.endpoint, 20.0, fleet.side(), keys)
             link.start()

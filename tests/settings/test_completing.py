@@ -153,11 +153,3 @@ class TestShells:
             "_sglang_fair_completion"
         )
         assert '"d2lpm-queue"' in run_in(folder, "zsh", "-f", "-c", code)
-
-    def test_it_is_installed_for_the_next_shell(self, folder: Path, tmp_path: Path) -> None:
-        environment = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-        said = run_in(folder, "sglang-fair", "--install-completion", "bash", **environment)
-        assert "bash completion installed" in said
-        assert (tmp_path / ".bash_completions/sglang-fair.sh").read_text().strip() == script(
-            folder, "bash"
-        ).read_text().strip()
