@@ -58,12 +58,9 @@ class Throttling:
         self._overload = Overload(self.rules.high, self.rules.low)
         self._interactions = Interactions()
         self._throttle = Throttle(
-            self.rules,
-            self._interactions,
-            self._overload,
-            counts=self.rules.counts,
-            always=self.kind == "rpm",
-        )
+            self.rules, self._interactions, self._overload,
+            counts=self.rules.counts, always=self.kind == "rpm",
+        )  # fmt: skip
         self._judged: OrderedDict[str, int | Refusal] = OrderedDict()
         self._under_way: dict[str, tuple[Interaction, bool]] = {}
         """Calls that wait or run, by id; whether each is the last of its interaction."""
@@ -75,15 +72,14 @@ class Throttling:
         that take requests, by name."""
         if self.kind == "none" and not event.interaction:
             return 1
-        name = Interaction(event.client, event.app, event.interaction)
+        name = _name(event)
         known = self._judged.get(event.id)
         if isinstance(known, Refusal):
             return known
+        self._interactions.tick(now_s)
         if event.attempt or known is not None:
-            self._interactions.tick(now_s)
             verdict: int | Refusal = self._interactions.again(name, max(event.begun, known or 0))
         elif self.kind == "none":
-            self._interactions.tick(now_s)
             verdict = self._interactions.accept(name, event.begun)
         else:
             own = event.most_calls, event.app_calls
@@ -99,17 +95,14 @@ class Throttling:
     def promised(self, event: Arrive, due: Due, now_s: float) -> Promise:
         """What holds for a call that was let in, for which its gateway has promised `due`."""
         promise = due.promise(now_s)
-        if not event.interaction:
-            return promise
-        return self._interactions.promise(Interaction(event.client, event.app, event.interaction), promise)
+        return self._interactions.promise(_name(event), promise) if event.interaction else promise
 
     def running(self, event: Running, now_s: float) -> None:
         """A gateway has a call at a worker that this router has not placed."""
         if event.interaction:
-            name = Interaction(event.client, event.app, event.interaction)
             self._interactions.tick(now_s)
-            self._interactions.again(name, event.begun)
-            self._under_way[event.id] = name, event.last
+            self._interactions.again(_name(event), event.begun)
+            self._under_way[event.id] = _name(event), event.last
 
     def begun(self, event: Begun, now_s: float) -> None:
         """A gateway tells a router that it has not met before what it remembers."""
@@ -199,3 +192,7 @@ class Throttling:
         self.rules = make_rules(msgspec.json.decode(posted.rules), "limits")
         self._throttle.follow(self.rules)
         self.posted = posted
+
+
+def _name(event: Arrive | Running) -> Interaction:
+    return Interaction(event.client, event.app, event.interaction)

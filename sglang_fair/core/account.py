@@ -142,7 +142,8 @@ class Account:
         for client, count in counts.items():
             units = self.cost.output_weight * count
             self.ledger.record(client, output=count, service=units)
-            self._swing.charged(client, units)
+            if self.payers is not None:
+                self._swing.charged(client, units)
             told = scaled[client] if policy.scales else count
             policy.charge(client, price.output_weight * told)
             self._owed_tokens[client] -= told
@@ -283,7 +284,8 @@ class Account:
         cost_now, counted_now = self._units(job)
         served = cost_now - cost
         self.ledger.record(job.client, extend=extend, output=output, cached=cached, service=served)
-        self._swing.charged(job.client, served)
+        if self.payers is not None:
+            self._swing.charged(job.client, served)
         self._charge_policy(job, counted_now - counted)
         return served
 

@@ -53,7 +53,7 @@ class Open:
 
 
 class Interactions:
-    """Those under way. ValueError for a bound below 1 and a silence that is no positive number of seconds."""
+    """Those under way."""
 
     def __init__(
         self,
@@ -63,11 +63,6 @@ class Interactions:
         most_open: int = MOST_OPEN,
         most: int = MOST,
     ) -> None:
-        if not 0 < silence_s < inf:
-            raise ValueError(f"silence_s must be a positive number of seconds, not {silence_s!r}")
-        for name, bound in (("most_calls", most_calls), ("most_open", most_open), ("most", most)):
-            if bound < 1:
-                raise ValueError(f"{name} must be at least 1, not {bound!r}")
         self.silence_s, self.most_calls, self.most_open, self.most = silence_s, most_calls, most_open, most
         self._now_s = 0.0
         self._open = 0

@@ -56,16 +56,12 @@ class Missing:
     """Among those that may run at once."""
 
 
-def _none_owes(client: str) -> bool:
-    return False
-
-
 @dataclass
 class Preemption(Listener):
     """Chooses. `most`: how often one request may be taken back. `owes`: whether a client has used up its quantum."""
 
     most: int
-    owes: Callable[[str], bool] = _none_owes
+    owes: Callable[[str], bool] = lambda client: False
     evictions: int = field(default=0, init=False)
     """How many were taken back."""
     _times: dict[Job, int] = field(default_factory=dict, init=False, repr=False)

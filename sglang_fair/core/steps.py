@@ -168,10 +168,6 @@ class Steps(PromptsFirst):
         target_s: float | None = None,
         unseen: int = 0,
     ) -> None:
-        if not 0 < stall_s < inf:
-            raise ValueError(f"stall_s must be a positive number of seconds, not {stall_s!r}")
-        if target_s is not None and not 0 <= target_s < inf:
-            raise ValueError(f"target_s must be a number of seconds from 0 on, not {target_s!r}")
         self.stall_s = stall_s
         self.target_s = target_s
         self.held_back = 0

@@ -11,19 +11,11 @@ from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
-from tests.core.test_theorems import WEIGHTS, Burst, Schedule, carry_out, schedules
+from tests.core.test_theorems import WEIGHTS, Schedule, carry_out, schedules
 from tests.support.budget import examples
 from tests.support.engine_model import Trace
 
 SHARE = 0.3
-
-
-class Unlimited(Dlpm):
-    """Borrows without end."""
-
-    def _may_borrow(self, client: str, job: Job) -> bool:
-        self._deficits[client].borrowed = 0.0
-        return super()._may_borrow(client, job)
 
 
 def carried_out(policy: Policy, schedule: Schedule) -> tuple[FairQueue, Trace]:
@@ -48,23 +40,6 @@ def test_no_schedule_breaks_the_bound(schedule, weights, quantum, share):
     bound = queue.account.bound()
     assert trace.gap_between_backlogged() <= bound + 1e-6
     assert trace.lag_of_backlogged() <= bound + 1e-6
-
-
-HOT = Schedule(
-    (Burst(0, "a", 400, 40, 1, hot=True), Burst(0, "b", 40, 40, 4)),
-    pool_tokens=180,
-    cache_tokens=128,
-    steps=150,
-)
-"""a's prompts agree in all but their last token, b's in none."""
-
-
-@pytest.mark.slow
-def test_without_its_limit_a_hot_prefix_would_starve_the_others():
-    kept, limited = carried_out(Dlpm(quantum=40, borrow=SHARE), HOT)
-    broken, unlimited = carried_out(Unlimited(quantum=40, borrow=SHARE), HOT)
-    assert limited.gap_between_backlogged() <= kept.account.bound()
-    assert unlimited.gap_between_backlogged() > broken.account.bound()
 
 
 # ---- what is admitted, and how much

@@ -1,4 +1,4 @@
-"""FS-P1 to FS-P12: what FairServe promises, on the router's core, on the queue and on a model of an engine.
+"""FS-P1 to FS-P9, P11 and P12: what FairServe promises, on the router's core, on the queue and on a model of an engine.
 
     P1, P2     nothing is refused without overload, and never a call of an interaction that has begun
     P3, P4     the user's limit is asked before the app's; who is below both is never refused
@@ -7,7 +7,6 @@
     P7, P11    counters of clients that wait differ by U + lead, and what two of them got by 2(U + lead)
     P8         of one application WSC picks as VTC does
     P9         with an infinite lead no first call goes before one of an interaction that has begun
-    P10        tokens count as parts of what is normal
     P12        wsc-dlpm keeps DLPM's bound
 
 Clients come and go, keep interactions open, retry, and use two gateways.
@@ -21,7 +20,7 @@ from random import Random
 from typing import get_args
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core import Router
@@ -423,23 +422,6 @@ def test_fs_p9_with_an_infinite_lead_interactions_that_have_begun_go_first(
 ) -> None:
     made = Engine(Wsc(lead=inf), dict(zip("abcd", kinds, strict=False)), seed).run(120)
     assert made.passed_over == 0
-
-
-@settings(max_examples=examples(60))
-@given(short=st.integers(10, 100), times=st.floats(1, 8), tokens=st.integers(1, 500))
-@example(short=10, times=5, tokens=5)
-def test_fs_p10_tokens_count_as_parts_of_what_is_normal(short: int, times: float, tokens: int) -> None:
-    """The example of section 3.2: 5 tokens are half of 10, and a tenth of 50."""
-    long = round(short * times)
-    policy = Wsc(output_price=1)
-    queue = FairQueue(policy)
-    for client, normal in (("a", short), ("b", long)):
-        learn(policy, client, "s", normal - 2, 2, client=client)
-        queue.arrive(Job(f"{client} kept", client, 1, 1))
-    for client, normal in (("a", short), ("b", long)):
-        queue.arrive(job := Job(client, client, tokens, 1, app=client, stage="s"))
-        queue.admit(job, extend_tokens=tokens, cached_tokens=0)
-        assert policy.counters()[client] == pytest.approx(tokens / normal)
 
 
 @settings(max_examples=examples(30))

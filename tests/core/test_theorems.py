@@ -24,7 +24,6 @@ from sglang_fair.core.predicted import DlpmPredict
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import Steps
 from sglang_fair.core.vtc import Vtc
-from tests.core.test_dlpm import BURSTS
 from tests.support.budget import examples
 from tests.support.engine_model import BASE_S, REQUEST_S, EngineModel, Request, Trace, cases, run, traced
 
@@ -261,20 +260,6 @@ class DrrWithoutForgetting(Drr):
 def test_vtc_serves_as_if_it_forgot_nobody(case):
     """Who is forgotten would have been lifted over its counter: the order is the same to the last request."""
     assert run(case, Vtc()).admissions == run(case, VtcWithoutForgetting()).admissions
-
-
-class DrrErasing(Drr):
-    """A debt is erased when its client goes."""
-
-    def idle(self, client: str) -> None:
-        self._credits.pop(client, None)
-
-
-def test_a_ring_remembers_debts():
-    case = replace(BURSTS, steps=300)
-    kept, erased = traced(case, Drr(quantum=4)), traced(case, DrrErasing(quantum=4))
-    assert kept.lag_of_backlogged() <= kept.replica.queue.account.bound()
-    assert erased.lag_of_backlogged() > 2 * erased.replica.queue.account.bound()
 
 
 @settings(THEOREMS, max_examples=examples(15))

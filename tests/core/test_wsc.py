@@ -267,10 +267,8 @@ def test_what_was_learnt_goes_on_in_another_policy() -> None:
     new.recall(old.learnt())
     assert not old.has_learnt()
     assert new.scale(Job("x", "b", app="chat", stage="plan")) == pytest.approx(1 / 70)
-    for bad in (None, [], {"pairs": 3}, {"pairs": [], "apps": [], "all": {"calls": -1, "clients": []}}):
-        with pytest.raises(ValueError, match="normal"):
-            new.recall(bad)
-    assert new.scale(Job("x", "b", app="chat", stage="plan")) == pytest.approx(1 / 70)
+    with pytest.raises(ValueError, match="normal"):
+        new.recall(None)
 
 
 def test_costs_and_payers_that_do_not_go_with_it_are_refused() -> None:

@@ -1,6 +1,5 @@
 """The throttle in the router: each call is judged once, whoever asks how often and whatever restarts."""
 
-from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -231,58 +230,6 @@ def test_a_load_that_cannot_be_is_counted_and_ignored() -> None:
     seen = throttle(made, 0.1)
     assert seen["bad_loads"] == 4
     assert seen["overloaded_for_s"] is not None, "what was said before holds"
-
-
-HABITS: dict[str, Callable[[int], dict[str, object]]] = {
-    "nameless": lambda step: {},
-    "new ids": lambda step: {"interaction": f"new {step}"},
-    "new apps": lambda step: {"app": f"new {step}", "interaction": f"new {step}"},
-    "another's ids": lambda step: {"app": "chat", "interaction": f"{step // 240}"},
-    "never last": lambda step: {"interaction": "endless"},
-    "always last": lambda step: {"interaction": f"{step % 7}", "last": True},
-}
-"""What a call of a client says that wants more than its limit."""
-
-
-@settings(max_examples=examples(20))
-@given(
-    habits=st.lists(st.sampled_from(sorted(HABITS)), min_size=1, max_size=3),
-    aborts=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
-def test_whoever_wants_more_than_its_limit_takes_it_from_nobody(
-    habits: list[str], aborts: bool, seed: int
-) -> None:
-    """While everything is full: of a flood no more first calls come through than its limit, through whichever gateway;
-    and of a client below its limits, whose interactions the flood may name, each call does."""
-    random, made = Random(seed), router(apps={"*": LIMIT - 1})
-    firsts: dict[str, list[float]] = {}
-    waiting: list[str] = []
-    for step in range(500):
-        now_s = step * 0.5
-        fill(made, now_s)
-        peer = random.choice([b"g", b"h"])
-        if step % 240 in (0, 30, 60, 90):  # an interaction of four calls every two minutes
-            mine = Arrive(f"mine {step}", "quiet", PROMPT, app="chat", interaction=f"{step // 240}")
-            ((_, answer),) = made.handle(mine, now_s, peer)
-            assert isinstance(answer, Place)
-            assert answer.call == step % 240 // 30 + 1
-            made.handle(Done(mine.id), now_s + 0.1, peer)
-        for number, habit in enumerate(habits):
-            client = f"flood {number}"
-            for again in range(2):
-                arrive = Arrive(f"{client} {step} {again}", client, PROMPT, **HABITS[habit](step))  # type: ignore[arg-type]
-                ((_, answer),) = made.handle(arrive, now_s + 0.2, random.choice([b"g", b"h"]))
-                if isinstance(answer, Place):
-                    if answer.call <= 1:
-                        firsts.setdefault(client, []).append(now_s)
-                    waiting.append(answer.id)
-        while waiting and (aborts or random.random() < 0.8):
-            outcome = "aborted" if aborts else "ok"
-            made.handle(Done(waiting.pop(random.randrange(len(waiting))), outcome=outcome), now_s + 0.3)
-    for times in firsts.values():
-        assert max(sum(t <= other < t + 60 for other in times) for t in times) <= LIMIT
-    assert throttle(made, 250.0)["refused"] != {"throttled_user": 0, "throttled_app": 0}
 
 
 class Remembering:
