@@ -84,6 +84,7 @@ class Books:
         leads: bool = True,
     ) -> None:
         self.config = config
+        self._apps = config.read_apps()
         self.orders = orders
         self.generates = generates
         self.policy_name = policy if orders else f"sglang:{policy}"
@@ -112,13 +113,13 @@ class Books:
 
     def _begin(self) -> None:
         """Empty books."""
-        policy = self.config.policy(self._policy)
-        self.queue = FairQueue(policy, self.config.cost, payers=make_payers(self.config.payer))
+        policy = self.config.make_policy(self._policy)
+        self.queue = FairQueue(policy, self.config.charges, payers=make_payers(self.config.payer))
         steps = make_steps(policy, self._stall_ms, self._target_tpot_ms, unseen=int(self._overlaps))
         self._admission = Admission(self.queue, self._match, steps)
         tree_core.follow(self._tree_cache, policy.weights)
         self.queue.reweighed.append(partial(tree_core.reweigh, self._tree_cache))
-        self._requests = Requests(self.config.apps)
+        self._requests = Requests(self._apps)
         self._admission.listeners.add(self._requests)
         self._taken_back: dict[str, Job] = {}
         """Ids of the jobs of running requests that were taken back and do not wait yet, and for which one each."""
@@ -180,7 +181,7 @@ class Books:
         """
         if not self.orders or request.to_finish or self._requests.job(request) is not None:
             return None
-        reason = self._admission.refuses(job_of(request, self.config.apps))
+        reason = self._admission.refuses(job_of(request, self._apps))
         self._refused += reason is not None
         return reason
 

@@ -7,7 +7,8 @@ read, and every child finds it there. An argument wins over the environment.
 import argparse
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sglang_fair.common.fields import Facts
 from sglang_fair.common.files import read_json
@@ -17,12 +18,12 @@ from sglang_fair.common.weights import MOST_WEIGHT, Weights
 from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, Linear, make_cost
-from sglang_fair.core.payers import FIRST, make_payers
+from sglang_fair.core.payers import make_payers
 from sglang_fair.core.policy import Policy, checked_quantum
-from sglang_fair.core.steps import DEFAULT_STALL_MS, checked_stall_ms, checked_target_tpot_ms
+from sglang_fair.core.steps import checked_stall_ms, checked_target_tpot_ms
 from sglang_fair.overlay import normal
 from sglang_fair.settings.setting import Setting, help_text, settings_of
-from sglang_fair.settings.table import HANG_TIMEOUT_S, METRICS_CLIENTS, Fairness, Fields
+from sglang_fair.settings.table import Fairness
 
 STOCK_POLICIES = ("lpm", "random", "fcfs", "dfs-weight", "lof", "priority", "routing-key", "hrrn")
 """Names that keep SGLang's own meaning after --schedule-policy."""
@@ -46,40 +47,41 @@ POLICY_VARIABLE = "SGLANG_FAIR_POLICY"
 """Chooses the policy where no --schedule-policy can be given; same names as --schedule-policy."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """Settings as the scheduler uses them."""
+@dataclass(frozen=True, kw_only=True)
+class Config(Fairness):
+    """Settings as the scheduler uses them. ValueError for a bad one."""
 
-    quantum: float | None = None
-    """None: the policy's own."""
-    options: str = ""
-    """The policy's own, as they were written; which there are depends on the policy."""
-    cost: Cost = field(default_factory=Linear)
-    client_weights: Mapping[str, float] | None = None
-    payer: str = FIRST
-    stall_ms: float = DEFAULT_STALL_MS
-    """0: prompts go first, whoever runs."""
-    target_tpot_ms: float | None = None
-    identity: tuple[str, ...] = DEFAULT_ORDER
-    cache_share: bool = False
-    metrics_clients: int = METRICS_CLIENTS
-    hang_timeout_s: float = HANG_TIMEOUT_S
-    """0: nothing is watched."""
-    normal: str | None = None
-    """The file of what is normal (`overlay.normal`)."""
-    apps: Apps = field(default_factory=Apps)
-    facts: Facts = field(default_factory=Facts)
-    """What clients may ask; the vocabulary is the model's."""
+    def __post_init__(self) -> None:
+        if self.quantum is not None:
+            checked_quantum(self.quantum)
+        make_payers(self.payer)
+        checked_target_tpot_ms(self.target_tpot_ms, checked_stall_ms(self.stall_ms))
+        checked_weights(self.client_weights)
+        _ = self.charges, self.facts
 
-    def policy(self, name: str) -> Policy:
+    @cached_property
+    def charges(self) -> Cost:
+        """What service costs."""
+        return make_cost(self.cost or Linear.name, self.extend_weight, self.output_weight)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What clients may ask; the vocabulary is the model's."""
+        return Facts.allowing(self.max_logprobs, self.allow_fields)
+
+    def read_apps(self) -> Apps:
+        """Which applications clients may name. ValueError for a file that says something else."""
+        return Apps() if self.apps is None else make_apps(read_json(self.apps), self.apps)
+
+    def make_policy(self, name: str) -> Policy:
         """A new policy object. ValueError for an unknown name, an option that it has not, or a bad value."""
         return policy_options.make(
-            name, self.options, quantum=self.quantum, weights=Weights(self.client_weights)
+            name, self.policy_options, quantum=self.quantum, weights=Weights(self.client_weights)
         )
 
     def with_weights(self, weights: Mapping[str, float]) -> "Config":
         """With these weights in place of the same clients' old ones. ValueError for a bad one."""
-        return replace(self, client_weights={**(self.client_weights or {}), **checked_weights(weights)})
+        return replace(self, client_weights={**self.client_weights, **checked_weights(weights)})
 
 
 REQUEST_KEYS = ("client_weights",)
@@ -120,28 +122,9 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         for name, setting in SETTINGS.items()
         if (text := environ.get(setting.variable))
     }
-    make_payers(payer := given.get("payer", FIRST))
-    stall_ms = checked_stall_ms(given.get("stall_ms", Config.stall_ms))
-    return Config(
-        quantum=checked_quantum(given["quantum"]) if "quantum" in given else None,
-        options=given.get("policy_options", ""),
-        cost=make_cost(
-            given.get("cost", Linear.name), given.get("extend_weight"), given.get("output_weight")
-        ),
-        client_weights=checked_weights(given.get("client_weights", {})),
-        payer=payer,
-        stall_ms=stall_ms,
-        target_tpot_ms=checked_target_tpot_ms(given.get("target_tpot_ms", Config.target_tpot_ms), stall_ms),
-        identity=read_identity(environ),
-        cache_share=given.get("cache_share", "off") == "on",
-        metrics_clients=given.get("metrics_clients", METRICS_CLIENTS),
-        hang_timeout_s=given.get("hang_timeout_s", HANG_TIMEOUT_S),
-        normal=given.get("normal"),
-        apps=make_apps(read_json(path), path) if (path := given.get("apps")) else Apps(),
-        facts=Facts.allowing(
-            given.get("max_logprobs", Fields.max_logprobs), given.get("allow_fields", Fields.allow_fields)
-        ),
-    )
+    if "client_weights" in given:
+        given["client_weights"] = checked_weights(given["client_weights"])
+    return Config(**given)
 
 
 def read_identity(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -185,12 +168,13 @@ def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, 
 
 def check(config: Config, chosen: str | None) -> Config:
     """`config`, if the policy `chosen` by --schedule-policy can run with it; ValueError otherwise."""
+    config.read_apps()
     if chosen is not None and chosen in SERVER_POLICIES:
-        policy = config.policy(SERVER_POLICIES[chosen])
-        policy_options.check_together(policy, config.cost, config.payer)
+        policy = config.make_policy(SERVER_POLICIES[chosen])
+        policy_options.check_together(policy, config.charges, config.payer)
         if config.normal is not None:
             normal.restore(policy, config.normal)
-    elif config.options:
+    elif config.policy_options:
         raise ValueError(f"--fair-options are for a fair policy; {chosen} is SGLang's own")
     return config
 

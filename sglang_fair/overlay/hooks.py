@@ -389,7 +389,7 @@ def get_internal_state(original: Callable[..., Any], scheduler: Any, request: An
         )
     result = original(scheduler, request)
     state = scheduler.fair.status(scheduler.waiting_queue)
-    state["config"]["cost"] = describe(scheduler.fair.config.cost)
+    state["config"]["cost"] = describe(scheduler.fair.config.charges)
     if (refused := wire.refused()) is not None:
         state["refused_peers"] = refused
     result.internal_state["fair"] = state

@@ -189,9 +189,9 @@ class ReplicaFairness(Books):
             "config": {
                 "quantum": getattr(policy, "quantum", None),
                 "options": dict(option_values(policy)),
-                "extend_weight": self.config.cost.extend_weight,
-                "output_weight": self.config.cost.output_weight,
-                "client_weights": dict(self.config.client_weights or {}),
+                "extend_weight": self.config.charges.extend_weight,
+                "output_weight": self.config.charges.output_weight,
+                "client_weights": dict(self.config.client_weights),
                 "stall_ms": self._stall_ms,
                 "target_tpot_ms": self._target_tpot_ms,
             },

@@ -134,10 +134,10 @@ class FairTreeCore(UnifiedTreeCore):
 def select_tree_core_backend(result: str, params: Any) -> str:
     """A hook on SGLang's choice of the tree core: ours, where fair eviction is wanted and can be had."""
     found = config.read()
-    if not found.cache_share or params.disable:
+    if found.cache_share != "on" or params.disable:
         return result
     ours = config.SERVER_POLICIES.get(get_schedule().schedule_policy)
-    if ours is None or found.policy(ours).weights is None:
+    if ours is None or found.make_policy(ours).weights is None:
         return result
     reason = _why_not(params)
     if reason is not None:

@@ -103,15 +103,15 @@ def test_arguments_reach_the_processes_that_sglang_starts() -> None:
     )
     settings = config.read(environ)
     assert settings.quantum == 700
-    assert settings.cost(1, 1) == 3 + 2
+    assert settings.charges(1, 1) == 3 + 2
     assert settings.client_weights == {"gold": 2}
-    assert settings.identity == ("x-team", "user")
+    assert config.read_identity(environ) == ("x-team", "user")
 
 
 def test_a_policys_own_options_reach_it() -> None:
     environ: dict[str, str] = {}
     adopt(["--schedule-policy", "vtc-noisy", "--fair-options", "noise_percent=12.5, seed=7"], environ)
-    policy = config.read(environ).policy("vtc-noisy")
+    policy = config.read(environ).make_policy("vtc-noisy")
     assert option_values(policy) == {"remembered_clients": 10_000, "noise_percent": 12.5, "seed": 7}
 
 
@@ -132,7 +132,7 @@ def test_the_cost_reaches_the_processes_that_sglang_starts(
     arguments: list[str], environ: dict[str, str], cost: Cost
 ) -> None:
     adopt(arguments, environ)
-    assert config.read(environ).cost == cost
+    assert config.read(environ).charges == cost
 
 
 class TestWeightsAtRunTime:

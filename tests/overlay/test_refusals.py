@@ -125,7 +125,7 @@ def test_a_request_that_comes_back_from_the_batch_is_not_refused() -> None:
         )
 
     cache = SimpleNamespace(disable=True)
-    fair = ReplicaFairness(Config(options="limit=1"), "rpm", orders=True, tree_cache=cache)
+    fair = ReplicaFairness(Config(policy_options="limit=1"), "rpm", orders=True, tree_cache=cache)
     first = request("first")
     assert fair.refuses(first) is None
     fair.arrive(first)
