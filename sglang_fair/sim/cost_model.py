@@ -31,6 +31,8 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.sim.gpus import GPUS, Gpu
 from sglang_fair.sim.shapes import SHAPES, ModelShape
@@ -239,7 +241,9 @@ def make_cost_model(text: str, read: Reader | None = None) -> CostModel:
         efficiency = EFFICIENCIES.get(gpu, Efficiency())
         return Roofline(GPUS[gpu], SHAPES[shape], _changed(efficiency, changes))
     if text.strip().endswith(".json"):
-        return from_json(_contents(text.strip(), read))
+        if read is None:
+            raise ValueError(f"the file {text.strip()} cannot be read here")
+        return from_json(read(text.strip()))
     raise ValueError(
         f"unknown cost model {text!r}: it is GPU/MODEL, of the GPUs {', '.join(GPUS)} and the models "
         f"{', '.join(SHAPES)}, or the path of a calibration's .json file"
@@ -257,43 +261,25 @@ def _changed(efficiency: Efficiency, changes: str) -> Efficiency:
     return replace(efficiency, **found)
 
 
+KINDS: Mapping[str, type] = {"roofline": Roofline, "fitted": Fitted, "scaled": Scaled}
+
+
 def to_json(model: CostModel) -> dict[str, Any]:
     """All parameters, as JSON has them; `from_json` makes the model again."""
+    kind = next(kind for kind, made in KINDS.items() if type(model) is made)
     if isinstance(model, Scaled):
-        return {"kind": "scaled", "factor": model.factor, "model": to_json(model.model)}
-    if isinstance(model, Roofline):
-        return {"kind": "roofline", **asdict(model)}
-    if isinstance(model, Fitted):
-        return {"kind": "fitted", **asdict(model)}
-    raise TypeError(f"a cost model of kind {type(model).__name__} has no JSON")
+        return {"kind": kind, "factor": model.factor, "model": to_json(model.model)}
+    return {"kind": kind, **asdict(model)}  # type: ignore[call-overload]
 
 
 def from_json(written: Mapping[str, Any]) -> CostModel:
     """The inverse of `to_json`; of a calibration's file, its `cost_model`. Raises ValueError in one line."""
-    written = written.get("cost_model", written)
     try:
-        parameters = {name: value for name, value in written.items() if name != "kind"}
-        match written["kind"]:
-            case "scaled":
-                return Scaled(from_json(parameters["model"]), float(parameters["factor"]))
-            case "roofline":
-                return Roofline(
-                    Gpu(**parameters["gpu"]),
-                    ModelShape(**parameters["shape"]),
-                    Efficiency(**parameters["efficiency"]),
-                )
-            case "fitted":
-                return Fitted(**parameters)
-            case kind:
-                raise ValueError(f"there is no kind {kind!r}")
+        written = written.get("cost_model", written)
+        given = {name: value for name, value in written.items() if name != "kind"}
+        if written["kind"] == "scaled":
+            return Scaled(from_json(given["model"]), float(given["factor"]))
+        model: CostModel = msgspec.convert(given, KINDS[written["kind"]])
+        return model
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a cost model: {error}") from None
-
-
-def _contents(path: str, read: Reader | None) -> Mapping[str, Any]:
-    if read is None:
-        raise ValueError(f"the file {path} cannot be read here")
-    found = read(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} does not hold a cost model")
-    return found
