@@ -15,24 +15,12 @@ from router.gateway.batches import routes as batches
 from router.gateway.errors import AnthropicErrorBody, ErrorBody
 from router.gateway.operations import JSON, Operation, operations_of
 from router.gateway.record import REQUEST_ID
-from router.gateway.request.kinds import ANTHROPIC, PATHS, WITHOUT_ENGINE, Kind
-from router.gateway.request.schema import REQUESTS, DocumentedGenerateRequest
+from router.gateway.request.kinds import ANTHROPIC, KINDS, WITHOUT_ENGINE, Kind
+from router.gateway.request.schema import DocumentedGenerateRequest
 from sglang_fair.common import fields
 from sglang_fair.common.fields import WIDEST, Facts
 
 Schema = dict[str, Any]
-
-SUMMARIES: Mapping[Kind, str] = {
-    "chat": "Answer a chat.",
-    "completions": "Continue a prompt.",
-    "generate": "SGLang's own interface.",
-    "responses": "Answer in OpenAI's Responses API. Nothing is stored.",
-    "messages": "Answer in Anthropic's Messages API.",
-    "embeddings": "Embed texts, where the model can.",
-    "count_tokens": "Count the tokens of a request to /v1/messages.",
-    "tokenize": "The token ids of texts, or of a chat.",
-    "detokenize": "The texts of token ids.",
-}
 
 ANSWER = (
     "The replica's answer, whole or, with `stream`, as server-sent events. Sampled answers are not repeatable, not "
@@ -61,12 +49,13 @@ class Sender(msgspec.Struct):
 
 
 def _relayed(kind: Kind) -> Operation:
+    about = KINDS[kind]
     answer = dict[str, Any] | list[Any] if kind == "generate" else dict[str, Any]
     return Operation(
         "POST",
-        PATHS[kind],
-        SUMMARIES[kind],
-        body=DocumentedGenerateRequest if kind == "generate" else REQUESTS[kind],
+        about.path,
+        about.summary,
+        body=DocumentedGenerateRequest if kind == "generate" else about.request,
         headers=Sender,
         content={JSON: answer} if kind in WHOLE else {JSON: answer, "text/event-stream": None},
         answer_headers=ANSWER_HEADERS,
@@ -77,7 +66,7 @@ def _relayed(kind: Kind) -> Operation:
 
 
 OPERATIONS: tuple[Operation, ...] = (
-    *map(_relayed, PATHS),
+    *map(_relayed, KINDS),
     *operations_of(pages.Public),
     *operations_of(pages.Private),
     *batches.OPERATIONS,
@@ -107,8 +96,7 @@ def describe(version: str, paths: Collection[str] | None = None, facts: Facts = 
     types = list({id(kind): kind for one in OPERATIONS for kind in one.types if kind is not None}.values())
     found, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schemas = {id(kind): schema for kind, schema in zip(types, found, strict=True)}
-    for name, kind in REQUESTS.items():
-        path = PATHS[name]
+    for path, kind, *_ in KINDS.values():
         component = components[kind.__name__]
         for field, schema in fields.schemas(path, facts, component.get("required", ())).items():
             known = component["properties"].get(field, {})

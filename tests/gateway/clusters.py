@@ -22,6 +22,9 @@ from router.gateway.app import App, create_app
 from router.gateway.gateway import Gateway
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.listener import Listener
+from router.gateway.request.call import Call
+from router.gateway.request.names import Names
+from router.gateway.request.parse import parse
 from router.placement import build
 from router.shell import Shell
 from sglang_fair.common.identity import HEADER_ATTEMPT
@@ -29,6 +32,8 @@ from sglang_fair.core import make_policy
 from sglang_fair.core.job import Job
 from sglang_fair.core.record import Record
 from sglang_fair.settings import table
+from sglang_fair.tenants import edit, keys
+from sglang_fair.tenants.model import Tenant
 from tests.support import apis
 from tests.support.site import Seen, read_stream, request
 from tests.support.stand_in import Engine, Server
@@ -332,6 +337,17 @@ class Cluster:
             assert counts.get("placed", 0) == sum(outcomes.values())
         assert "done ignored" not in counts
         return state
+
+
+def add_tenant(path: Path, name: str, key: str = "", **more: Any) -> None:
+    """Its key is its name, unless another one is given."""
+    edit.add(path, name, Tenant(keys=[keys.written(keys.digest(key or name))], **more))
+
+
+def call(kind: Any, **body: object) -> Call:
+    """A request of this kind, with these fields."""
+    default = {"chat": CHAT, "completions": COMPLETION, "generate": GENERATE}[kind]
+    return parse(kind, json.dumps(default | body).encode(), Names(MODEL))
 
 
 def gateway_settings(router: str, tokenizer: Path, **more: Any) -> table.Gateway:

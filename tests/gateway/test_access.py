@@ -25,10 +25,10 @@ from router.gateway.guard import KEY_VARIABLE
 from router.gateway.openapi import describe
 from sglang_fair.common.caller import HEADER_WEIGHT
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER
+from sglang_fair.common.service_keys import bearer
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Tenant
-from tests.gateway.clusters import gateway_settings
+from tests.gateway.clusters import add_tenant, gateway_settings
 from tests.support import apis
 from tests.support.ports import free_port
 from tests.support.stand_in import MODEL, make_tokenizer
@@ -39,15 +39,11 @@ PROXY, ELSEWHERE = ("10.1.2.3", 1), ("192.0.2.1", 1)
 HEADERS = [*(place for place in DEFAULT_ORDER if place not in (API_KEY, USER)), HEADER_WEIGHT]
 
 
-def tenant(key: str, **more: Any) -> Tenant:
-    return Tenant(keys=[keys.written(keys.digest(key))], **more)
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tenants") / "t.yaml"
-    edit.add(made, "gold", tenant(GOLD, weight=3.0, cache_group="g"))
-    edit.add(made, "silver", tenant(SILVER, models=["other", f"{MODEL}:a"]))
+    add_tenant(made, "gold", GOLD, weight=3.0, cache_group="g")
+    add_tenant(made, "silver", SILVER, models=["other", f"{MODEL}:a"])
     return made
 
 
@@ -57,10 +53,6 @@ def identity(path: Path | None, trusted: str | None = None) -> tuple[Identity, C
     directory = None if path is None else Directory(path)
     networks = None if trusted is None else networks_in(trusted)
     return Identity(DEFAULT_ORDER, lambda _, name: ignored.update([name]), directory, networks), ignored
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 # -- proxies
@@ -155,7 +147,7 @@ def test_without_a_file_headers_count_from_everywhere_or_from_proxies_alone() ->
 @pytest.fixture
 def changing(tmp_path: Path) -> Path:
     made = tmp_path / "t.yaml"
-    edit.add(made, "gold", tenant(GOLD))
+    add_tenant(made, "gold", GOLD)
     return made
 
 
@@ -207,7 +199,7 @@ async def test_a_bad_file_changes_nothing_and_is_counted_once(changing: Path, ho
     changing.unlink(missing_ok=True)
     changing.write_text(whole)
     later(changing)
-    edit.add(changing, "silver", tenant(SILVER))
+    add_tenant(changing, "silver", SILVER)
     await looks(directory)
     assert directory.by_key(SILVER) is not None
     assert (directory.failures, directory.reloads, directory.error) == (1, 1, "")

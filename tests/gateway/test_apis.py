@@ -20,9 +20,8 @@ from router.gateway.request.tokens import Tokens
 from router.wire import namespace
 from sglang_fair.common.caller import GROUP_MARK, HEADER_SALT, read_salt, salt_header, salted
 from sglang_fair.common.identity import HEADER_ATTEMPT, HEADER_CLIENT
-from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Limits, Tenant
-from tests.gateway.clusters import MODEL, Cluster, listening
+from sglang_fair.tenants.model import Limits
+from tests.gateway.clusters import MODEL, Cluster, add_tenant, listening
 from tests.support.apis import BODIES, Counts, events, whole
 from tests.support.budget import examples
 from tests.support.waiting import eventually
@@ -324,8 +323,7 @@ async def test_who_leaves_has_the_work_cancelled(streams: bool, c: Cluster) -> N
 def tenants(tmp_path: Path) -> Path:
     path = tmp_path / "tenants.yaml"
     limits = Limits(tokens_per_minute=400)
-    gold = Tenant(keys=[keys.written(keys.digest(GOLD))], cache_group="team", weight=3.0, limits=limits)
-    edit.add(path, "gold", gold)
+    add_tenant(path, "gold", GOLD, cache_group="team", weight=3.0, limits=limits)
     return path
 
 

@@ -15,9 +15,7 @@ from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.wire import namespace
 from sglang_fair.common.caller import GROUP_MARK, HEADER_WEIGHT, read_weight, salted
-from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Tenant
-from tests.gateway.clusters import CHAT, COMPLETION, GENERATE, MODEL, Cluster, listening
+from tests.gateway.clusters import CHAT, COMPLETION, GENERATE, MODEL, Cluster, add_tenant, listening
 from tests.support.apis import BODIES
 from tests.support.budget import examples
 from tests.support.waiting import eventually
@@ -30,7 +28,7 @@ SALT = f"{GROUP_MARK}team{GROUP_MARK}"
 def tenants(tmp_path: Path) -> Path:
     path = tmp_path / "tenants.yaml"
     for name, key, more in (("gold", GOLD, {"weight": 3.0, "cache_group": "team"}), ("silver", SILVER, {})):
-        edit.add(path, name, Tenant(keys=[keys.written(keys.digest(key))], **more))
+        add_tenant(path, name, key, **more)
     return path
 
 

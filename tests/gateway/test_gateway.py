@@ -28,6 +28,7 @@ from tests.gateway.clusters import (
     ROUTER_TIMEOUT_S,
     Cluster,
     FakeReplica,
+    call,
     gateway_settings,
     held_router,
     listening,
@@ -466,11 +467,6 @@ async def test_without_a_router_and_without_workers_the_client_is_told_to_come_b
 
 
 # -- pure parts
-
-
-def call(kind: str, **body: object):
-    default = {"chat": CHAT, "completions": COMPLETION, "generate": GENERATE}[kind]
-    return parse(kind, json.dumps(default | body).encode(), Names(MODEL))
 
 
 def test_settings_reach_worker_processes_whole() -> None:

@@ -11,14 +11,14 @@ from router.events import Arrive, Load
 from router.gateway.app import create_app
 from router.throttling import Throttling
 from sglang_fair.core.throttle import Rules
-from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Overload, Tenant
+from sglang_fair.tenants.model import Overload
 from tests.gateway.clusters import (
     CHAT,
     COMPLETION,
     GENERATE,
     Cluster,
     RouterThread,
+    add_tenant,
     cluster,
     gateway_settings,
     listening,
@@ -159,7 +159,7 @@ async def test_a_retry_is_the_same_call(c: Cluster) -> None:
 def tenants(tmp_path: Path) -> Path:
     path = tmp_path / "tenants.yaml"
     own = Overload(calls_per_minute=5, apps={"chat": 2, "*": 1})
-    edit.add(path, "gold", Tenant(keys=[keys.written(keys.digest("gold"))], apps=["chat"], overload=own))
+    add_tenant(path, "gold", apps=["chat"], overload=own)
     return path
 
 

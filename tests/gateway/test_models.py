@@ -12,14 +12,13 @@ import pytest
 
 from router.events import Place, WorkerUp
 from router.gateway.request.names import Names
-from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Tenant
 from tests.gateway.clusters import (
     COMPLETION,
     ENDPOINTS,
     GENERATE,
     MODEL,
     Cluster,
+    add_tenant,
     listening,
     stand_ins,
     text_of,
@@ -284,7 +283,7 @@ async def test_what_was_attained_is_counted_and_told(monkeypatch: pytest.MonkeyP
 def tenants(tmp_path: Path) -> Path:
     path = tmp_path / "t.yaml"
     for name in ("gold", "silver"):
-        edit.add(path, name, Tenant(keys=[keys.written(keys.digest(name))]))
+        add_tenant(path, name)
     return path
 
 

@@ -24,9 +24,7 @@ from router.gateway.openapi import describe
 from router.gateway.request.kinds import PATHS
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
-from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Tenant
-from tests.gateway.clusters import Cluster, StandIn, cluster, gateway_settings, stand_ins
+from tests.gateway.clusters import Cluster, StandIn, add_tenant, cluster, gateway_settings, stand_ins
 from tests.support.apis import BODIES
 from tests.support.budget import examples
 from tests.support.ports import free_port
@@ -137,7 +135,7 @@ def gateway(
     if request.param:
         options["tenants"] = folder / "tenants.yaml"
         options["access"]["admin_port"] = free_port()
-        edit.add(options["tenants"], "gold", Tenant(keys=[keys.written(keys.digest(KEY))]))
+        add_tenant(options["tenants"], "gold", KEY)
     with pytest.MonkeyPatch.context() as patch, start_blocking_portal() as portal:
         patch.setenv(KEY_VARIABLE, ADMIN_KEY if request.param else "")
         wrap = portal.wrap_async_context_manager

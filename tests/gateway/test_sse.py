@@ -1,17 +1,13 @@
 """Which events of a stream the client gets, however many come together."""
 
 import json
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.gateway.answer.sse import Stream, usage_of
 from router.gateway.answer.typed import Usage
-from router.gateway.request.call import Call
-from router.gateway.request.names import Names
-from router.gateway.request.parse import parse
-from tests.gateway.clusters import CHAT, COMPLETION, GENERATE, MODEL
+from tests.gateway.clusters import call
 
 TEXT = {"choices": [{"delta": {"content": 'b "usage":{ \n\n'}}]}
 WITH_TEXT = TEXT | {"usage": {"completion_tokens": 3}}
@@ -20,11 +16,6 @@ TWICE = {"choices": [], "usage": {"completion_tokens": 2}, "more": {"usage": {"c
 EVENTS = st.lists(
     st.sampled_from([TEXT, TEXT | {"usage": None}, WITH_TEXT, ALONE, TWICE, "no JSON"]), max_size=12
 )
-
-
-def call(kind: Any, **body: object) -> Call:
-    default = {"chat": CHAT, "completions": COMPLETION, "generate": GENERATE}[kind]
-    return parse(kind, json.dumps(default | body).encode(), Names(MODEL))
 
 
 @given(events=EVENTS, step=st.integers(1, 400), is_shown=st.booleans())

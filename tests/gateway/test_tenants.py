@@ -9,17 +9,12 @@ import pytest
 
 from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.common.service_keys import replica_key
-from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Limits, Tenant
-from tests.gateway.clusters import CHAT, COMPLETION, ENDPOINTS, GENERATE, MODEL, Cluster
+from sglang_fair.tenants.model import Limits
+from tests.gateway.clusters import CHAT, COMPLETION, ENDPOINTS, GENERATE, MODEL, Cluster, add_tenant
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 STREAM = COMPLETION | {"stream": True}
-
-
-def tenant(key: str, *, models: list[str] | None = None, **limits: int) -> Tenant:
-    return Tenant(keys=[keys.written(keys.digest(key))], models=models, limits=Limits(**limits))
 
 
 @pytest.fixture
@@ -28,15 +23,15 @@ def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(replica_key.variable, "the replicas'")
     made = tmp_path / "t.yaml"
     for name in ("gold", "silver"):
-        edit.add(made, name, tenant(name))
+        add_tenant(made, name)
     return made
 
 
 @pytest.fixture
 def options(tenants: Path, options: dict[str, Any]) -> dict[str, Any]:
     """With the file; `thrifty` are the limits of a tenant of that name."""
-    if limits := options.pop("thrifty", None):
-        edit.add(tenants, "thrifty", tenant("thrifty", **limits))
+    if thrifty := dict(options.pop("thrifty", {})):
+        add_tenant(tenants, "thrifty", models=thrifty.pop("models", None), limits=Limits(**thrifty))
     access = {"admin_port": free_port(), **options.pop("access", {})}
     return {"tenants": tenants, "access": access, **options}
 

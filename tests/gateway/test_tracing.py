@@ -17,9 +17,8 @@ from router.gateway.__main__ import main as gateway
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.options import check as check_cluster
 from sglang_fair.settings.setting import SettingError
-from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Limits, Tenant
-from tests.gateway.clusters import COMPLETION, ENDPOINTS, MODEL, Cluster, cluster
+from sglang_fair.tenants.model import Limits
+from tests.gateway.clusters import COMPLETION, ENDPOINTS, MODEL, Cluster, add_tenant, cluster
 from tests.support.collector import Collector, Node, node_of, tree
 from tests.support.waiting import eventually, wait_until
 
@@ -124,8 +123,7 @@ async def test_each_attempt_is_there(memory: Memory, c: Cluster) -> None:
 @pytest.fixture
 def tenants(tmp_path: Path) -> Path:
     path = tmp_path / "tenants.yaml"
-    limits = Limits(requests_per_minute=1)
-    edit.add(path, "gold", Tenant(keys=[keys.written(keys.digest("gold"))], limits=limits))
+    add_tenant(path, "gold", limits=Limits(requests_per_minute=1))
     return path
 
 

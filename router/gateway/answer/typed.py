@@ -22,7 +22,7 @@ ENDS: Mapping[Kind, re.Pattern[bytes]] = {
     "responses": re.compile(rb"(?m)^event: response\.(?:completed|incomplete|failed)$"),
     "messages": re.compile(rb"(?m)^event: message_stop$"),
 }
-_TELLS: Mapping[Kind, re.Pattern[bytes]] = {
+_WITH_USAGE: Mapping[Kind, re.Pattern[bytes]] = {
     "responses": ENDS["responses"],
     "messages": re.compile(rb"(?m)^event: message_(?:start|delta)$"),
 }
@@ -52,19 +52,19 @@ class _Usage(msgspec.Struct):
     cache_read_input_tokens: Count | None = None
 
 
-class _Told(msgspec.Struct):
+class _Answer(msgspec.Struct):
     """What can hold a usage: an answer, an event, or what an event is about."""
 
     usage: _Usage | None = None
-    response: "_Told | None" = None
-    message: "_Told | None" = None
+    response: "_Answer | None" = None
+    message: "_Answer | None" = None
 
 
-_TOLD = msgspec.json.Decoder(_Told)
+_ANSWERS = msgspec.json.Decoder(_Answer)
 
 
 def usage_of(body: bytes) -> Usage | None:
-    return _usage(_TOLD.decode(body).usage)
+    return _usage(_ANSWERS.decode(body).usage)
 
 
 class Events:
@@ -94,7 +94,7 @@ class TypedStream(Events):
         self.ended = False
         """The last event has passed."""
         self.rids: frozenset[str] = frozenset()
-        self._ends, self._tells = ENDS[kind], _TELLS[kind]
+        self._ends, self._with_usage = ENDS[kind], _WITH_USAGE[kind]
         self._last = b""
         self._output: int | None = None
         self._cached: int | None = None
@@ -105,7 +105,7 @@ class TypedStream(Events):
             return b""
         self._last = events
         self.events += len(_DELTA.findall(events))
-        if self._tells.search(events):
+        if self._with_usage.search(events):
             self._read(events)
         self.ended = self.ended or self._ends.search(events) is not None
         return events
@@ -123,18 +123,18 @@ class TypedStream(Events):
 
     def _read(self, events: bytes) -> None:
         for event in events.split(END_OF_EVENT):
-            if not self._tells.search(event):
+            if not self._with_usage.search(event):
                 continue
             try:
-                told = _TOLD.decode(event[event.index(b"\ndata:") + 6 :])
+                found = _ANSWERS.decode(event[event.index(b"\ndata:") + 6 :])
             except (ValueError, msgspec.MsgspecError):
                 continue
-            inner = told.response or told.message
-            usage = _usage(inner.usage if inner is not None else told.usage)
+            inner = found.response or found.message
+            usage = _usage(inner.usage if inner is not None else found.usage)
             if usage is None:
                 continue
             self._cached = self._cached if usage.cached_tokens is None else usage.cached_tokens
-            if told.message is None:  # its beginning says 0
+            if found.message is None:  # its beginning says 0
                 self._output = usage.output_tokens
 
 

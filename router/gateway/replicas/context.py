@@ -57,7 +57,7 @@ class Contexts:
         self._models: frozenset[str] = frozenset()
         self._limits: dict[str | None, int | None] = {}
         self._workers = workers
-        self._said: dict[tuple[str, str], tuple[float, int | None]] = {}
+        self._answers: dict[tuple[str, str], tuple[float, int | None]] = {}
         """By name and address of a replica: when it answered, and what."""
 
     def tokens(self, model: str) -> int | None:
@@ -69,8 +69,12 @@ class Contexts:
         while True:
             now_s = time.monotonic()
             known = {(name, up.url) for name, up in self._workers().items()}
-            self._said = {one: said for one, said in self._said.items() if one in known}
-            due = [one for one in known if one not in self._said or now_s - self._said[one][0] >= ASK_AGAIN_S]
+            self._answers = {one: answer for one, answer in self._answers.items() if one in known}
+            due = [
+                one
+                for one in known
+                if one not in self._answers or now_s - self._answers[one][0] >= ASK_AGAIN_S
+            ]
             await asyncio.gather(*map(self._ask, due))
             self._reckon()
             await asyncio.sleep(LOOK_S)
@@ -78,7 +82,7 @@ class Contexts:
     async def _ask(self, worker: tuple[str, str]) -> None:
         with suppress(OSError):  # it is not up yet: it is asked again soon
             status, body = await self._get(worker[1], "/v1/models")
-            self._said[worker] = time.monotonic(), context_of(body) if status == 200 else None
+            self._answers[worker] = time.monotonic(), context_of(body) if status == 200 else None
 
     def _reckon(self) -> None:
         workers = self._workers()
@@ -86,7 +90,7 @@ class Contexts:
             model for up in workers.values() for model in (*up.models, up.loaded) if model
         )
         said: dict[str | None, list[int]] = {}
-        for (name, _), (_, tokens) in self._said.items():
+        for (name, _), (_, tokens) in self._answers.items():
             if name in workers:
                 for model in workers[name].models or (workers[name].loaded,):
                     said.setdefault(meant(model, self._models), []).append(tokens or 0)

@@ -16,7 +16,7 @@ import msgspec
 
 from router.gateway.errors import ApiError
 from router.gateway.request.continuation import can_go_on
-from router.gateway.request.kinds import BY_HEADER, CHATS, WITHOUT_ENGINE, Kind
+from router.gateway.request.kinds import BY_HEADER, CHATS, KINDS, WITHOUT_ENGINE, Kind
 from router.gateway.request.names import Names, model_not_found
 from router.gateway.request.schema import Common, Prompt, SamplingParams
 from router.wire import namespace
@@ -77,18 +77,11 @@ class Call:
 
     @property
     def param(self) -> str:
-        match self.kind:
-            case "completions" | "tokenize":
-                return "prompt"
-            case "responses" | "embeddings":
-                return "input"
-            case "messages" | "count_tokens":
-                return "messages"
-            case "detokenize":
-                return "tokens"
-        if self.body.get("input_ids") is not None and (self.kind == "chat" or self.body.get("text") is None):
+        """The field of the body that holds the prompt."""
+        has_ids = self.kind in ("chat", "generate") and self.body.get("input_ids") is not None
+        if has_ids and (self.kind == "chat" or self.body.get("text") is None):
             return "input_ids"
-        return "messages" if self.kind == "chat" else "text"
+        return KINDS[self.kind].prompt
 
     @property
     def hides_token_ids(self) -> bool:

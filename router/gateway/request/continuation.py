@@ -27,17 +27,13 @@ and items, and a second replica would begin anew. What cannot go on ends in its 
 from collections.abc import Mapping
 from typing import Any
 
-from router.gateway.request.kinds import Kind
+from router.gateway.request.kinds import KINDS, Kind
 
 OUTPUT_FLOOR: Mapping[Kind, str] = {
     "chat": "min_tokens", "completions": "min_tokens", "generate": "min_new_tokens",
 }  # fmt: skip
 
-OUTPUT_LIMITS: Mapping[Kind, tuple[str, ...]] = {
-    "chat": ("max_tokens", "max_completion_tokens"),
-    "completions": ("max_tokens",),
-    "generate": ("max_new_tokens",),
-}
+OUTPUT_LIMITS: Mapping[Kind, tuple[str, ...]] = {kind: KINDS[kind].lengths for kind in OUTPUT_FLOOR}
 """All names of the limit. A chat may have none: then the model's context is its limit."""
 
 FREQUENCY = "frequency_penalty"

@@ -8,13 +8,11 @@ import msgspec
 from router.gateway.checks import check
 from router.gateway.errors import ApiError
 from router.gateway.request.call import Call, make_call
-from router.gateway.request.cap import capped
-from router.gateway.request.kinds import PATHS, WITHOUT_ENGINE, Kind
+from router.gateway.request.kinds import KINDS, WITHOUT_ENGINE, Kind
 from router.gateway.request.names import Names
 from router.gateway.request.schema import (
     MAX_MESSAGES,
     NOT_STORED,
-    REQUESTS,
     Common,
     Prompt,
     SamplingParams,
@@ -68,13 +66,13 @@ def parse(
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     asked = body.get("model")
     try:
-        judge(PATHS[kind], body, facts(asked if isinstance(asked, str) else names.first))
+        judge(KINDS[kind].path, body, facts(asked if isinstance(asked, str) else names.first))
     except Wrong as wrong:
         code = "invalid_prompt" if wrong.field in PROMPTS else None
         raise ApiError(400, str(wrong), code=code, param=wrong.field) from None
-    if most_output_tokens is not None:
-        body = capped(kind, body, most_output_tokens)
-    request = check(body, REQUESTS[kind])
+    if most_output_tokens is not None and KINDS[kind].lengths:
+        body = _capped(kind, body, most_output_tokens)
+    request = check(body, KINDS[kind].request)
     _check_messages(request)
     prompts, is_batch = _prompts(kind, request)
     body = body | {"model": names.asked_for(request.model)}
@@ -82,7 +80,7 @@ def parse(
         body = _unstored(body, names)
     elif kind == "generate" and body["model"] not in names and not body.get("lora_path"):
         body["lora_path"] = body["model"].removeprefix(f"{names.model_of(body['model'])}:")
-        request = check(body, REQUESTS[kind])
+        request = check(body, KINDS[kind].request)
     if kind in WITHOUT_ENGINE:
         group = None
     return make_call(kind, body, request, names, group, prompts, is_batch, _sampling(kind, request))
@@ -112,20 +110,39 @@ def _prompts(kind: Kind, request: Any) -> tuple[tuple[Prompt, ...], bool]:
 
 def _sampling(kind: Kind, request: Any) -> list[SamplingParams]:
     """One for all prompts or one for each."""
-    match kind:
-        case "chat" | "completions":
-            limit = (
-                getattr(request, "max_completion_tokens", None) or request.max_tokens
-            )  # as SGLang reads them
-            return [SamplingParams(max_new_tokens=limit, n=request.n)]
-        case "generate":
-            given = request.sampling_params
-            return given if isinstance(given, list) else [given or SamplingParams()]
-        case "responses":
-            return [SamplingParams(max_new_tokens=request.max_output_tokens)]
-        case "messages":
-            return [SamplingParams(max_new_tokens=request.max_tokens)]
-    return [SamplingParams()]
+    if kind == "generate":
+        given = request.sampling_params
+        return given if isinstance(given, list) else [given or SamplingParams()]
+    named = (getattr(request, name) for name in KINDS[kind].lengths)
+    return [SamplingParams(next(filter(None, named), None), getattr(request, "n", None))]
+
+
+def _capped(kind: Kind, body: dict[str, Any], most: int) -> dict[str, Any]:
+    """`body` with answers of at most `most` tokens each. Raises `ApiError` 400 if it asks for more.
+
+    One that names none gets SGLang's default, or `most` if that is shorter, in so many words: what is charged for it at
+    first (`access.quota`) is read from the body.
+    """
+    if kind != "generate":
+        return _with_length(kind, body, most)
+    given = body.get("sampling_params") or {}
+    if isinstance(given, list):
+        return body | {"sampling_params": [_with_length(kind, one, most) for one in given]}
+    return body | {"sampling_params": _with_length(kind, given, most)}
+
+
+def _with_length(kind: Kind, holder: dict[str, Any], most: int) -> dict[str, Any]:
+    names, default = KINDS[kind].lengths, KINDS[kind].length or most
+    named = {name: holder[name] for name in names if holder.get(name) is not None}
+    for name, length in named.items():
+        if length > most:
+            text = f"`{name}` is {length}; you may have {most}"
+            raise ApiError(400, text, code="output_too_long", param=name)
+    if kind == "generate" and names[0] in holder:  # a null of it is the rest of the context
+        default = most
+    # 0 counts as left out in a chat. Messages must name a length, which is checked with their type.
+    has_length = any(named.values()) if kind == "chat" else bool(named) or kind == "messages"
+    return holder if has_length else holder | {names[0]: min(most, default)}
 
 
 def _unstored(body: dict[str, Any], names: Names) -> dict[str, Any]:

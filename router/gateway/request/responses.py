@@ -146,15 +146,10 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
         both = {**before, **{key: message[key] for key in ("phase",) if key in message}}
         if message.get("content") not in (None, ""):
             both["content"] = _both_contents(before.get("content"), message["content"])
-        for name, between in (("tool_calls", None), ("reasoning_content", "\n")):
-            if message.get(name):
-                earlier = before.get(name)
-                if not earlier:
-                    both[name] = message[name]
-                else:
-                    both[name] = (
-                        earlier + message[name] if between is None else earlier + between + message[name]
-                    )
+        if message.get("tool_calls"):
+            both["tool_calls"] = [*(before.get("tool_calls") or ()), *message["tool_calls"]]
+        if thought := message.get("reasoning_content"):
+            both["reasoning_content"] = "\n".join(filter(None, (before.get("reasoning_content"), thought)))
         merged[-1] = both
     return merged
 

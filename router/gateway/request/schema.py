@@ -3,13 +3,11 @@
 Ranges, and the fields that only replicas read, are in `sglang_fair.common.fields`.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from router.gateway.request.kinds import Kind
 from sglang_fair.common.fields import MAX_BATCH, MAX_COUNT, MAX_TOKEN_ID
 
 MAX_MESSAGES = 10_000
@@ -206,18 +204,6 @@ class DetokenizeRequest(Common):
 
     tokens: Annotated[Any, Meta(description="Token ids, or lists of them.")] = None
 
-
-REQUESTS: Mapping[Kind, type[Common]] = {
-    "chat": ChatRequest,
-    "completions": CompletionRequest,
-    "generate": GenerateRequest,
-    "responses": ResponsesRequest,
-    "messages": MessagesRequest,
-    "embeddings": EmbeddingsRequest,
-    "count_tokens": CountTokensRequest,
-    "tokenize": TokenizeRequest,
-    "detokenize": DetokenizeRequest,
-}
 
 DocumentedGenerateRequest = Annotated[
     GenerateRequest,

@@ -56,7 +56,7 @@ class Side:
         """What an operator has asked for while it did not answer, by worker."""
         self._fleet = fleet
         self._run = ""
-        self._told_limits: Posted | None = None
+        self._sent_limits: Posted | None = None
         """In this run of it."""
         self._sick: frozenset[str] = frozenset()
 
@@ -98,20 +98,20 @@ class Side:
         """Takes over its list of workers. Returns what it must be told in return."""
         fleet = self._fleet
         is_restarted = bool(self._run) and workers.router != self._run
-        told: list[Event] = self._limits_for(workers, is_restarted)
+        events: list[Event] = self._limits_for(workers, is_restarted)
         known = {up.worker: up for up in workers.workers}
         drained = set(workers.draining)
         if is_restarted:
             lost = [up for name, up in fleet.workers.items() if name not in known and fleet.is_well(name)]
             for up in lost:
-                told.append(up)
+                events.append(up)
                 known[up.worker] = up
                 if up.worker in fleet.draining:
-                    told.append(WorkerDrain(up.worker))
+                    events.append(WorkerDrain(up.worker))
                     drained.add(up.worker)
-            told += self._remembered(fleet.begun())
+            events += self._remembered(fleet.begun())
         for event in self.ordered.values():
-            told.append(event)
+            events.append(event)
             if isinstance(event, WorkerUp):
                 known[event.worker] = event
             else:
@@ -121,7 +121,7 @@ class Side:
         self.workers, self.draining, self.has_named = known, frozenset(drained), True
         self._sick = frozenset(workers.sick)
         fleet.workers_changed()
-        return told + self.health()
+        return events + self.health()
 
     def health(self) -> list[Event]:
         return [
@@ -135,14 +135,14 @@ class Side:
         run of it, because one that was started with other rules keeps its own."""
         latest = self._fleet.limits()
         if is_restarted:
-            self._told_limits = None
+            self._sent_limits = None
         if workers.router == self._run or workers.limits is not None:
             self.limits = workers.limits
-        if latest is None or latest in (workers.limits, self._told_limits):
+        if latest is None or latest in (workers.limits, self._sent_limits):
             return []
         if workers.limits is not None and workers.limits.at_s >= latest.at_s:
             return []
-        self._told_limits = latest
+        self._sent_limits = latest
         return [latest]
 
     def _remembered(self, begun: Iterable[tuple[Interaction, int]]) -> list[Event]:
