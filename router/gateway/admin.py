@@ -192,7 +192,7 @@ class Admin:
         body=Annotated[NewWorker, Meta(extra_json_schema=REPLAY_NEEDS_KV)],
     )  # fmt: skip
     async def add(self, request: Request) -> WorkerState:
-        asked = await _sent(request, NewWorker, "a worker")
+        asked = await _sent(request, NewWorker, "a worker", code="invalid_worker")
         if asked.replay is not None and asked.kv is None:
             raise ApiError(400, "`replay` is of no use without `kv`", code="invalid_worker")
         await self._check_ready(asked.url)
@@ -226,7 +226,7 @@ class Admin:
 
     @Operation("POST", "/limits", "Replace the limits of throttling.", ThrottleReport, ERRORS, body=NewLimits)
     async def set_limits(self, request: Request) -> ThrottleReport:
-        asked = await _sent(request, NewLimits, "limits", MAX_LIMITS_BYTES)
+        asked = await _sent(request, NewLimits, "limits", MAX_LIMITS_BYTES, code="invalid_limits")
         answer = await self._link.set_limits(msgspec.json.encode(asked))
         if isinstance(answer, Refuse):
             raise ApiError(409 if answer.code == NO_THROTTLE else 400, answer.reason, code=answer.code)
@@ -234,7 +234,7 @@ class Admin:
 
     @Operation("POST", "/swap", "Have a replica load another model.", SwapState, ERRORS, 202, body=NewSwap)
     async def swap(self, request: Request) -> SwapState:
-        asked = await _sent(request, NewSwap, "a swap")
+        asked = await _sent(request, NewSwap, "a swap", code="invalid_swap")
         answer = await self._link.swap(asked.worker, asked.model)
         if isinstance(answer, Refuse):
             raise ApiError(409, answer.reason, code="cannot_swap")
@@ -305,12 +305,11 @@ class TenantsAdmin:
 
 
 async def _sent(
-    request: Request, kind: type[Sent], what: str, most_bytes: int = MAX_BODY_BYTES, code: str = ""
+    request: Request, kind: type[Sent], what: str, most_bytes: int = MAX_BODY_BYTES, *, code: str
 ) -> Sent:
     try:
         return msgspec.json.decode(await read_body(request, most_bytes), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        code = code or f"invalid_{what.split()[-1]}"
         raise ApiError(400, f"not {what}: {error}", code=code) from error
 
 

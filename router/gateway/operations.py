@@ -128,8 +128,9 @@ def routes_of(
             try:
                 found = await answering(request)
             except RouterGone as error:
-                code = "router_unavailable"
-                raise ApiError(503, str(error), code=code, retry_after_s=RETRY_AFTER_S) from error
+                raise ApiError(
+                    503, str(error), code="router_unavailable", retry_after_s=RETRY_AFTER_S
+                ) from error
             return found if isinstance(found, Response) else json_response(found, operation.status)
 
         return handle

@@ -344,7 +344,5 @@ class Ticket:
 
     def _refusal(self, limit: str, text: str, retry_after_s: int) -> ApiError:
         self._quotas.refused[limit] += 1
-        code = "rate_limit_exceeded"
-        return ApiError(
-            429, f"you may have {text}", code=code, retry_after_s=retry_after_s, headers=self.headers
-        )
+        text, headers = f"you may have {text}", self.headers
+        return ApiError(429, text, code="rate_limit_exceeded", retry_after_s=retry_after_s, headers=headers)

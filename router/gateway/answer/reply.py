@@ -19,7 +19,6 @@ class Reply:
         self.started = False
         self.ended = False
         self.status = 0
-        self.is_stream = False
         self.started_s = 0.0
         """When it started, on the monotonic clock."""
         self._send_raw = send
@@ -31,10 +30,10 @@ class Reply:
         self._since_s = 0.0
         self._is_given_up = False
 
-    async def start(self, status: int, headers: Mapping[str, str], *, is_stream: bool = False) -> None:
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Sends status and headers. Call it once."""
         assert not self.started
-        self.started, self.is_stream = True, is_stream
+        self.started = True
         self.status, self.started_s = status, self._loop.time()
         named = {**headers, **self._own_headers}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]

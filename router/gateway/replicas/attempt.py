@@ -197,7 +197,7 @@ class Attempt:
                         self._links.progress(Progress(self._place.id, max(1, stream.usage.output_tokens)))
                     if not reply.started:
                         headers = self._headers(answer) | {"cache-control": "no-cache"}
-                        await reply.start(200, headers, is_stream=True)
+                        await reply.start(200, headers)
                 if self._progress_interval_s and self._last_s - reported_s >= self._progress_interval_s:
                     reported_s = self._last_s
                     self._links.progress(Progress(self._place.id, stream.usage.output_tokens))
