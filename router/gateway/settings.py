@@ -2,11 +2,11 @@
 setting."""
 
 from collections.abc import Callable
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import TypeVar
 
 from router.gateway import otlp
-from router.gateway.access.identity import Network, networks_in
 from router.gateway.access.quota import check_store
 from router.gateway.routing.routers import Routers
 from sglang_fair.common.deadlines import Classes, make_classes
@@ -19,6 +19,7 @@ from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import file
 
 Made = TypeVar("Made")
+Network = IPv4Network | IPv6Network
 
 
 def check(settings: table.Gateway) -> None:
@@ -52,6 +53,12 @@ def places(settings: table.Gateway) -> tuple[str, ...]:
 
 def networks(settings: table.Gateway) -> tuple[Network, ...] | None:
     return None if settings.trusted_proxies is None else networks_in(settings.trusted_proxies)
+
+
+def networks_in(text: str) -> tuple[Network, ...]:
+    """The networks in `10.0.0.0/8,192.0.2.7,fd00::/8`."""
+    parts = filter(None, (part.strip() for part in text.split(",")))
+    return _read("trusted_proxies", "--trusted-proxies: ", lambda: tuple(map(ip_network, parts)))
 
 
 def facts(settings: table.Gateway) -> Facts:

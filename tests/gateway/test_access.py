@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.gateway.access.directory import Directory
-from router.gateway.access.identity import Identity, is_trusted, networks_in
+from router.gateway.access.identity import Identity, is_trusted
 from router.gateway.address import check_free
 from router.gateway.app import App, create_app
 from router.gateway.errors import ApiError
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.openapi import describe
+from router.gateway.settings import networks_in
 from sglang_fair.common.caller import HEADER_WEIGHT
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER
 from sglang_fair.common.service_keys import bearer

@@ -18,7 +18,6 @@ from router.gateway.metrics import Count
 from sglang_fair.common.caller import HEADER_WEIGHT, Caller
 from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER, api_key, identify
 from sglang_fair.common.service_keys import is_same
-from sglang_fair.settings.setting import SettingError
 
 HEADER_FEEDER = "x-fair-feeder"
 """The feeder's key."""
@@ -36,17 +35,6 @@ Peer = Sequence[Any] | None
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 """Of trusted proxies, whose headers are believed."""
-
-
-def networks_in(text: str) -> tuple[Network, ...]:
-    """The networks in `10.0.0.0/8,192.0.2.7,fd00::/8`. Raises SettingError, in one line."""
-    found = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        try:
-            found.append(ipaddress.ip_network(part))
-        except ValueError as error:
-            raise SettingError(f"--trusted-proxies: {error}", "trusted_proxies") from None
-    return tuple(found)
 
 
 def is_trusted(networks: Sequence[Network], peer: Sequence[Any] | None) -> bool:
