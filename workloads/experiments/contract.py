@@ -28,11 +28,12 @@ record: the JSON that `measure` returns. Reports are made from records alone, on
 A cell that is no simulation derives from `Experiment` and overrides `run`.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from workloads.clients import Client
 from workloads.experiments.claims import Entry, Part, Table, plain, shown
@@ -87,15 +88,19 @@ class Cell:
 
     def to_json(self) -> dict[str, Json]:
         """Everything that decides the outcome of a run except its seed."""
-        found = asdict(self)
+        found = _json(self)
         del found["seeds"], found["label"]
-        return cast("dict[str, Json]", _plain(found))
+        return found
 
 
 def filled(cell: Mapping[str, Json]) -> dict[str, Json]:
     """A recorded cell with what it lacks: a field of site or plan that is younger than the record has its default."""
-    plan = {**_plain(asdict(Plan(1.0))), **cell["plan"]}
-    return {**cell, "site": {**_plain(asdict(Site())), **cell["site"]}, "plan": plan}
+    return {**cell, "site": _json(Site()) | cell["site"], "plan": _json(Plan(1.0)) | cell["plan"]}
+
+
+def _json(one: "Cell | Site | Plan") -> dict[str, Json]:
+    """As JSON reads it back, with lists in place of tuples."""
+    return dict(json.loads(json.dumps(asdict(one))))
 
 
 class Scheduler(NamedTuple):
@@ -148,9 +153,8 @@ class Result:
         return found
 
     def median(self, path: str) -> float | None:
-        """The median over seeds; None if no run has the number."""
-        values = self.values(path)
-        return median(values) if values else None
+        """None if no run has the number."""
+        return median(values) if (values := self.values(path)) else None
 
     def __getitem__(self, path: str) -> float:
         """The median over seeds. Raises ValueError if a run lacks the number."""
@@ -247,12 +251,3 @@ class Simulated(Experiment):
         )
         assert found.end is not None, "a simulation ends"
         return Measured(self.measure(cell, found), found.end.t_s * cell.site.replicas)
-
-
-def _plain(value: Json) -> Json:
-    """With lists in place of tuples and dicts in place of other mappings, as JSON reads back."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value

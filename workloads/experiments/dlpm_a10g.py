@@ -71,18 +71,13 @@ class Figure1(dlpm.A10GExperiment):
         columns = """scheduler | tokens/s = tokens_per_s | hit rate = hit_rate |
             largest difference, units = difference | bound, units = bound | Jain, actual = jain_actual"""
         yield medians("Medians over seeds (lowest to highest)", columns, at.values())
-        frontier = Panel(
-            y="tokens/s",
-            x="largest difference of service, units (less is fairer)",
-            lines={
-                "DLPM": ([gap[name] for name in quanta], [speed[name] for name in quanta]),
-                **{label: ([gap[name]], [speed[name]]) for name, label in (("vtc", "VTC"), ("lpm", "LPM"))},
-            },
-            swept=True,
-            log="x",
-            bottom=0.95 * min(speed.values()),
-        )
+        points = {"DLPM": list(quanta), "VTC": ["vtc"], "LPM": ["lpm"]}
+        lines = {
+            label: ([gap[one] for one in of], [speed[one] for one in of]) for label, of in points.items()
+        }
+        x, bottom = "largest difference of service, units (less is fairer)", 0.95 * min(speed.values())
         caption = "Throughput and the largest difference of service between clients that wait."
+        frontier = Panel("tokens/s", lines, x, swept=True, log="x", bottom=bottom)
         yield Figure("frontier", caption, [[frontier]])
 
 

@@ -115,7 +115,7 @@ class Figure4(Experiment):
         )
         panels = [
             Panel(
-                y="ms",
+                "ms",
                 title=f"by {title}",
                 groups=[str(value) for value in found],
                 bars={

@@ -162,11 +162,12 @@ def _section(one: Reported, plots: str) -> str:
         parts.append(_markdown(("claim", "paper", "here", "holds"), rows, words=4))
     for table in report.tables:
         rows_of = _markdown(table.columns, table.rows, digits=table.digits)
-        parts.append(f"**{table.title}**\n\n{rows_of}")
+        parts.append(f"**{plain(table.title)}**\n\n{rows_of}")
     for figure in report.figures:
         path = f"{plots}/{figure_file(name, figure, 'png')}"
-        parts.append(f"![{figure.caption}]({path})\n\n{figure.caption}")
-    return "\n\n".join([*parts, *report.notes, _provenance(one.records)])
+        caption = plain(figure.caption)
+        parts.append(f"![{caption}]({path})\n\n{caption}")
+    return "\n\n".join([*parts, *map(plain, report.notes), _provenance(one.records)])
 
 
 def _stall_bounds(one: Reported) -> str:

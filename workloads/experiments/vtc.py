@@ -7,7 +7,7 @@ from statistics import fmean
 from sglang_fair.core.cost import make_cost
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.claims import Claim, Part, Table, at_least, at_most, graded
-from workloads.experiments.contract import Cell, Json, Result, Row, TrafficSpec
+from workloads.experiments.contract import Cell, Json, Result, Row, TrafficSpec, medians
 from workloads.experiments.plots import Figure, Line, Panel, average, variation
 from workloads.experiments.senders import even, on_off, poisson
 from workloads.experiments.vtc_setting import BOUND, IN_STEP, LENGTH_S, TOKENS, WINDOW_S
@@ -46,12 +46,10 @@ class Overload(vtc.VtcExperiment):
             other's, and a window holds only some batches.""")
         yield graded(ratio >= 1.8).claim(f"""FCFS serves more to whoever sends more | as their rates, 2 : 1 |
             {ratio:.2f} : 1""")
-        shares = "clients/client 1/service", "clients/client 2/service"
-        yield Table(
-            "Service received in the run",
-            "scheduler | client 1, units | client 2, units | largest difference, units | tokens/s",
-            [one.row(*shares, "accumulated/max", "tokens_per_s") for one in at.values()],
-        )
+        columns = """scheduler | client 1, units = clients/client 1/service |
+            client 2, units = clients/client 2/service | largest difference, units = accumulated/max |
+            tokens/s = tokens_per_s"""
+        yield medians("Service received in the run", columns, at.values())
         difference = vtc.accumulated(fair, fcfs, bound=BOUND)
         yield Figure("difference", "Largest difference between clients' accumulated service.", difference)
         yield received_rates({"VTC": fair, "FCFS": fcfs})
@@ -358,17 +356,13 @@ class Pools(vtc.VtcExperiment):
         )  # fmt: skip
         by_pool = {"35 000": "pool-35k", "65 000": "pool-65k"}
         by_length = {"256 + 256": "length-256", "512 + 512": "pool-35k", "768 + 768": "length-768"}
-        panels = [
-            Panel(
-                y="difference of service, units",
-                title=title,
-                lines={name: vtc.accumulated_curve(at[cell]) for name, cell in names.items()},
-            )
-            for title, names in (
-                ("512 + 512, by pool in tokens", by_pool),
-                ("pool of 35 000, by length", by_length),
-            )
-        ]
+        panels = []
+        for title, names in (
+            ("512 + 512, by pool in tokens", by_pool),
+            ("pool of 35 000, by length", by_length),
+        ):
+            lines = {name: vtc.accumulated_curve(at[cell]) for name, cell in names.items()}
+            panels.append(Panel("difference of service, units", lines, title=title))
         yield Figure("difference", "Difference of accumulated service, VTC, requests in step.", [panels])
 
 
@@ -391,23 +385,19 @@ class Weighted(vtc.VtcExperiment):
         yield vtc.row("weighted", "vtc", sent, "weighted VTC", client_weights=WEIGHTS)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        services = {
-            name: [one[f"clients/{client}/service"] for client in WEIGHTS] for name, one in at.items()
-        }
-        parts = {name: [one / sum(found) for one in found] for name, found in services.items()}
-        shown = {name: " : ".join(f"{one / found[0]:.2f}" for one in found) for name, found in parts.items()}
+        parts, shown, due = {}, {}, [weight / sum(WEIGHTS.values()) for weight in WEIGHTS.values()]
+        for name, one in at.items():
+            got = [one[f"clients/{client}/service"] for client in WEIGHTS]
+            parts[name] = [service / sum(got) for service in got]
+            shown[name] = " : ".join(f"{part / parts[name][0]:.2f}" for part in parts[name])
         uneven = max(parts["equal"]) / min(parts["equal"]) - 1
-        due = [weight / sum(WEIGHTS.values()) for weight in WEIGHTS.values()]
         off = max(abs(part / right - 1) for part, right in zip(parts["weighted"], due, strict=True))
         yield at_most(uneven, 0.05, 0.15).claim(f"""Without weights all receive the same | equal |
             {shown["equal"]}""")
         yield at_most(off, 0.1, 0.2).claim(f"""With weights they receive in proportion | 1 : 2 : 3 : 4 |
             {shown["weighted"]}""")
-        yield Table(
-            "Service received in the run, units",
-            "policy | client 1 | client 2 | client 3 | client 4",
-            [one.row(*(f"clients/{client}/service" for client in WEIGHTS)) for one in at.values()],
-        )
+        columns = " | ".join(["policy", *(f"{client} = clients/{client}/service" for client in WEIGHTS)])
+        yield medians("Service received in the run, units", columns, at.values())
         yield received_rates({one.cell.title: one for one in at.values()})
 
 
@@ -443,15 +433,14 @@ class Prediction(vtc.VtcExperiment):
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         for table, clients in (("Table 5", "two"), ("Table 6", "eight")):
             yield from self._claims(at, table, clients)
-        for what, clients in (("Table 5: two", "two"), ("Table 6: eight", "eight")):
-            for title, suffix in ((what, ""), (f"The same, requests out of step: {clients}", "-spread")):
+            what = "The same, requests out of step"
+            for title, suffix in ((table, ""), (what, "-spread")):
+                rows = [
+                    vtc.beside_paper(at[f"{clients}{suffix}.{policy}"], theirs)
+                    for policy, theirs in zip(PREDICTING, TABLE_5_6[clients], strict=True)
+                ]
                 yield Table(
-                    f"{title} clients (service difference in units/s)",
-                    vtc.DIFFERENCE,
-                    [
-                        vtc.beside_paper(at[f"{clients}{suffix}.{policy}"], theirs)
-                        for policy, theirs in zip(PREDICTING, TABLE_5_6[clients], strict=True)
-                    ],
+                    f"{title}: {clients} clients (service difference in units/s)", vtc.DIFFERENCE, rows
                 )
             caption = f"""Largest difference between the accumulated service of {clients} overloaded clients. A
                 difference that stays is of the first seconds, before all are backlogged."""

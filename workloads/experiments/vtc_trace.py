@@ -137,13 +137,10 @@ class ArenaTrace(Simulated):
         caption = "Figure 13: the same under limits of requests a minute."
         yield Figure("rpm-response", caption, _responses(limits))
         swept = [limit for limit in LIMITS if f"RPM({limit})" in linear]
-        throughput = Panel(
-            y="input and output tokens/s",
-            x="limit, requests/min and client",
-            lines={"RPM": (swept, [linear[f"RPM({limit})"].median("tokens_per_s") for limit in swept])},
-            swept=True,
-            levels={label: linear[label]["tokens_per_s"] for label in ("VTC", "FCFS")},
-        )
+        lines = {"RPM": (swept, [linear[f"RPM({limit})"].median("tokens_per_s") for limit in swept])}
+        levels = {label: linear[label]["tokens_per_s"] for label in ("VTC", "FCFS")}
+        x = "limit, requests/min and client"
+        throughput = Panel("input and output tokens/s", lines, x, swept=True, levels=levels)
         yield Figure("rpm-throughput", "Figure 14: throughput by limit.", [[throughput]])
 
     def _tables_2_and_3(
