@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from router.gateway import otlp
-from router.gateway.access.quota import check_store
 from router.gateway.routing.routers import Routers
 from sglang_fair.common.deadlines import Classes, make_classes
 from sglang_fair.common.fields import Facts
@@ -16,7 +15,6 @@ from sglang_fair.common.interaction import Apps, make_apps
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.settings import protection, table
 from sglang_fair.settings.setting import SettingError
-from sglang_fair.tenants import file
 
 Made = TypeVar("Made")
 Network = IPv4Network | IPv6Network
@@ -28,9 +26,14 @@ def check(settings: table.Gateway) -> None:
     protection.read_keys(settings.keys, "gateway")
     protection.check(settings, "host", *(("admin_host",) if settings.admin_port is not None else ()))
     networks(settings)
-    check_store(settings.limit_store)
+    if settings.limit_store != table.Access.limit_store:  # what reads these takes long to be imported
+        from router.gateway.access.quota import check_store
+
+        check_store(settings.limit_store)
     otlp.check(settings.otlp_traces_endpoint)
     if settings.tenants is not None:
+        from sglang_fair.tenants import file
+
         file.read(Path(settings.tenants))
     folders(settings)
     facts(settings)
