@@ -13,23 +13,9 @@ are the engine's to judge. Everything else about a candidate is decided here:
                   longer than the target (`Steps.holds_back`); the server's own and retracted ones never are
     places        the same where the places that are left are others' (`Steps.crowds_out`), if none is due
 
-The engine is reached through one function, `match`. The engine, or what models it, calls:
-
-    arrive, leave, retract      as requests come and go
-    evict                       a running one was taken back for another
-    begin_pass                  a batch is formed
-    refuses                     may a new request wait here? `arrive` follows at once
-    chunk_tokens                how many prompt tokens the step may have
-    goes_on                     may the prompt that was cut go on now?
-      chunk_of                    with how many of these tokens?
-      extend                      a further chunk of it is in the batch
-    candidates                  for each of them
-      confirm                     the engine matched it: is it still the one to admit?
-      admit                       it fits: it is in the batch
-    end_pass                    no other one is: because of what?
-    computed                    the batch is done: its tokens are in the cache
-    step                        a step is over: how long it took
-    finish                      a running request ended
+The engine is reached through one function, `match`. It calls `refuses`, `arrive`, `leave`, `retract` and `evict` as
+requests come and go; for each batch `begin_pass`, `chunk_tokens`, `goes_on` with `chunk_of` and `extend` for the prompt
+that was cut, `confirm` and `admit` for each of `candidates`, and `end_pass`; then `computed`, `step` and `finish`.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

@@ -8,7 +8,7 @@ the same policy object runs in SGLang's scheduler, in the simulator and in a pro
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import inf
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.cost import Cost, Linear
@@ -176,20 +176,6 @@ class Policy(ABC):
     def owes(self, client: str) -> bool:
         """Whether what `client` was charged is not paid back yet, so that its counter may be far from others'."""
         return False
-
-
-@runtime_checkable
-class Learns(Protocol):
-    """A policy that knows more of requests the longer it runs."""
-
-    def has_learnt(self) -> bool:
-        """Whether it knows more than at the last call of `learnt`."""
-
-    def learnt(self) -> Mapping[str, Any]:
-        """What it should know again after a restart, JSON-ready."""
-
-    def recall(self, learnt: object) -> None:
-        """Goes on from what `learnt` gave. ValueError if that is something else; then nothing has changed."""
 
 
 DEFAULT_QUANTUM = 2000.0

@@ -4,13 +4,11 @@ The engine keeps what it has computed of them (`overlay.preempt`), so they go on
 others of their client do, with no precedence.
 
     for which  the request that is next by the policy, if it is of tier 0, is promised a first token by some time, does
-               not fit, and would not make it otherwise: if it waited for those that run to end, and its prompt were
-               then computed, its deadline would be over. One that is late already gains nothing by it. One that has
-               written has had its first token, and needs no room
-    which      requests of tier 1, and those of other clients that owe: they have used up their quantum, so a flood
-               that is alone in its share (tier 0) makes room for others too, however long it is overdue. Then such of
-               tier 0 that are due `LATER_S` or more after it: batch work makes room for chats, and chats do not take
-               one another back
+               not fit, and would miss it if it waited for those that run to end. One that is late already gains
+               nothing by it. One that has written has had its first token, and needs no room
+    which      requests of tier 1, and those of other clients that owe, so that a flood that is alone in its share (tier
+               0) makes room for others too. Then such of tier 0 that are due `LATER_S` or more after it: batch work
+               makes room for chats, and chats do not take one another back
     never      one that was taken back `most` times, one whose prompt is not computed, the server's own
     how many   the least that suffices: none of them can be spared. If all together do not suffice, none
     in order   tier 1 and those that owe first, then largest slack, then the latest arrival

@@ -17,9 +17,8 @@ What is promised: nothing is refused without overload. A call of an interaction 
 cluster is overloaded, a client is let in with at most its limit of first calls a minute, whatever it sends. A client
 below its limits is never refused. No client's calls count against another one, unless `app_total` is set.
 
-Each decision costs O(log clients). Pure: the times come from the caller, and never go back.
-
-With `always`, limits hold whether or not there is overload, and for every call: RPM, which the paper compares with.
+Each decision costs O(log clients). With `always`, limits hold whether or not there is overload, and for every call:
+RPM, which the paper compares with.
 """
 
 from collections import OrderedDict

@@ -93,13 +93,16 @@ class Normalised(Policy):
             self.normal.learn(job.client, job.app, job.stage, job.extend_tokens + dearer, job.output_tokens)
 
     def has_learnt(self) -> bool:
+        """Whether it knows more than at the last call of `learnt`."""
         return self.normal.calls != self._saved_calls
 
     def learnt(self) -> Mapping[str, Any]:
+        """What it should know again after a restart, JSON-ready."""
         self._saved_calls = self.normal.calls
         return self.normal.to_json()
 
     def recall(self, learnt: object) -> None:
+        """Goes on from what `learnt` gave. ValueError if that is something else; then nothing has changed."""
         self.normal.restore(learnt)
         self._saved_calls = self.normal.calls
 

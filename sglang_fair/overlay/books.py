@@ -26,11 +26,11 @@ from sglang_fair.core.admission import Admission, Match, block_of
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.payers import make_payers
-from sglang_fair.core.policy import Learns
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Record
 from sglang_fair.core.step_times import Step, StepTimes
 from sglang_fair.core.steps import make_steps
+from sglang_fair.core.wsc import Normalised
 from sglang_fair.metrics.replica import ReplicaCounts
 from sglang_fair.overlay import normal, tree_core
 from sglang_fair.overlay.config import Config
@@ -132,7 +132,7 @@ class Books:
         self._begin()
         self.queue.account.ledger = ledger
         with suppress(Exception):  # what was learnt may be what is broken
-            if isinstance(old, Learns) and isinstance(self.queue.policy, Learns):
+            if isinstance(old, Normalised) and isinstance(self.queue.policy, Normalised):
                 self.queue.policy.recall(old.learnt())
 
     def _corrected(self, what: str, *args: object, trace: bool = False) -> None:

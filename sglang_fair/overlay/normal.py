@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fair.common.files import read_json
-from sglang_fair.core.policy import Learns, Policy
+from sglang_fair.core.policy import Policy
+from sglang_fair.core.wsc import Normalised
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def restore(policy: Policy, path: str) -> None:
         return
     content = read_json(path)
     try:
-        if isinstance(policy, Learns):
+        if isinstance(policy, Normalised):
             policy.recall(content)
     except ValueError as error:
         raise ValueError(f"--fair-normal {path}: {error}") from None
@@ -58,7 +59,7 @@ class NormalFile:
         if self._writing is not None and self._writing.is_alive():
             return
         self._written_s = now_s
-        if isinstance(policy, Learns) and policy.has_learnt():
+        if isinstance(policy, Normalised) and policy.has_learnt():
             self._writing = threading.Thread(target=self._write, args=(policy.learnt(),), daemon=True)
             self._writing.start()
 
@@ -66,7 +67,7 @@ class NormalFile:
         """The scheduler ends: writes what is not written yet."""
         if self._writing is not None:
             self._writing.join()
-        if isinstance(policy, Learns) and policy.has_learnt():
+        if isinstance(policy, Normalised) and policy.has_learnt():
             self._write(policy.learnt())
 
     def _write(self, learnt: Mapping[str, Any]) -> None:
