@@ -68,8 +68,7 @@ def test_what_is_wrong_is_one_line(
 
 @pytest.mark.parametrize(
     ("host", "loud"),
-    [("0.0.0.0", True), ("::", True), ("", True), ("10.0.0.1", True), ("gateway.example", True),
-     ("127.0.0.1", False), ("127.9.9.9", False), ("::1", False), ("localhost", False)],
+    [("0.0.0.0", True), ("gateway.example", True), ("127.9.9.9", False), ("localhost", False)],
 )  # fmt: skip
 def test_a_gateway_for_everybody_is_loud(
     host: str, loud: bool, path: Path, caplog: pytest.LogCaptureFixture

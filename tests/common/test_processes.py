@@ -29,26 +29,38 @@ def test_a_child_whose_parent_lives_goes_on_and_passes_nothing_on() -> None:
         assert ended.stdout == "False\n"
 
 
-def test_a_child_whose_parent_died_while_it_imported_ends(tmp_path: Path) -> None:
-    died = tmp_path / "died"
+def orphan(folder: Path, before: str, asks: str, *, is_supervised: bool = True) -> int:
+    """The id of a child whose parent has ended, after the file "asked" was there if there is something `before` it.
+    The child asks the kernel, waits for the file "word", and says in "said" that it lives."""
     child = f"""
-        import time
+        import os, time
         from pathlib import Path
-        while not Path({str(died)!r}).exists():
+        {before}
+        {asks}
+        Path({str(folder / "asked")!r}).touch()
+        while not Path({str(folder / "word")!r}).exists():
             time.sleep(0.01)
-        {DIES}
-        time.sleep(3600)
+        Path({str(folder / "said")!r}).touch()
     """
     parent = f"""
-        import subprocess, sys
-        from sglang_fair.common.processes import child_environment
+        import subprocess, sys, time
+        from pathlib import Path
+        from sglang_fair.common.processes import PARENT, child_environment
+        env = child_environment()
+        if not {is_supervised}:
+            del env[PARENT]
         child = [sys.executable, "-c", {textwrap.dedent(child)!r}]
-        print(subprocess.Popen(child, stdout=subprocess.DEVNULL, env=child_environment()).pid)
+        print(subprocess.Popen(child, stdout=subprocess.DEVNULL, env=env).pid, flush=True)
+        while not {bool(before)} and not Path({str(folder / "asked")!r}).exists():
+            time.sleep(0.01)
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(parent)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    pid = int(ended.stdout)
+    command = [sys.executable, "-c", textwrap.dedent(parent)]
+    return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def test_a_child_whose_parent_died_while_it_imported_ends(tmp_path: Path) -> None:
+    died = tmp_path / "died"
+    pid = orphan(tmp_path, f"while not Path({str(died)!r}).exists(): time.sleep(0.01)", DIES)
     assert lives(pid)
     died.touch()
     try:
@@ -60,37 +72,8 @@ def test_a_child_whose_parent_died_while_it_imported_ends(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_supervised", [True, False])
 def test_a_program_dies_with_its_supervisor_and_not_with_a_shell(tmp_path: Path, is_supervised: bool) -> None:
-    """The parent ends once the child has asked the kernel. The child then waits for a word, and says one."""
-    asked, word, said = (tmp_path / name for name in ("asked", "word", "said"))
-    child = f"""
-        import os, time
-        from pathlib import Path
-        {LIVES_ON}
-        Path({str(asked)!r}).touch()
-        while not Path({str(word)!r}).exists():
-            time.sleep(0.01)
-        Path({str(said)!r}).write_text(str(os.getppid()))
-    """
-    parent = f"""
-        import os, subprocess, sys, time
-        from pathlib import Path
-        from sglang_fair.common.processes import PARENT, child_environment
-        env = child_environment()
-        if not {is_supervised}:
-            del env[PARENT]
-        child = [sys.executable, "-c", {textwrap.dedent(child)!r}]
-        print(subprocess.Popen(child, stdout=subprocess.DEVNULL, env=env).pid, flush=True)
-        while not Path({str(asked)!r}).exists():
-            time.sleep(0.01)
-    """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(parent)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    pid = int(ended.stdout)
-    if is_supervised:
-        wait_until(lambda: not lives(pid), "the orphan's end")
-        assert not said.exists()
-    else:
-        word.touch()
-        wait_until(lambda: not lives(pid), "its own end")
-        assert said.exists(), "it was ended"
+    pid = orphan(tmp_path, "", LIVES_ON, is_supervised=is_supervised)
+    if not is_supervised:
+        (tmp_path / "word").touch()
+    wait_until(lambda: not lives(pid), "its end")
+    assert (tmp_path / "said").exists() is not is_supervised
