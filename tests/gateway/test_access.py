@@ -352,14 +352,22 @@ def test_an_address_that_is_taken_is_one_line() -> None:
     check_free("127.0.0.1", port, shared=False)
 
 
-async def test_a_proxy_on_this_machine_is_not_an_operator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("key", ["", ADMIN])
+async def test_operators_are_on_this_machine_or_have_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    async with asking(tmp_path, monkeypatch) as (_, _, operators):
+    """A proxy on this machine is neither: its headers say who asks."""
+    far, through = {"x-forwarded-for": "192.0.2.1"}, (200, 503)  # 503: there is no router
+    async with asking(tmp_path, monkeypatch, key) as (_, _, operators):
+
+        async def got(route: str, headers: dict[str, str]) -> int:
+            return (await operators.get(route, headers=headers)).status_code
+
         for route in ("/status", "/metrics", "/workers"):
-            far = await operators.get(route, headers={"x-forwarded-for": "192.0.2.1"})
-            assert far.status_code == 403
-            assert (await operators.get(route)).status_code != 403
+            for wrong in (far, far | bearer("wrong")):
+                assert await got(route, wrong) == (401 if key else 403)
+            assert (await got(route, {}) in through) is not bool(key)
+            assert (await got(route, far | bearer(key)) in through) is bool(key)
 
 
 async def test_without_tenants_all_is_at_one_address_as_ever(

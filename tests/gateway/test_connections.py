@@ -216,7 +216,7 @@ async def test_nobody_listens() -> None:
 
 
 async def test_giving_up_ends_an_attempt_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, not when the attempt ends by itself."""
+    """At once, not when the attempt ends by itself, which it does when its time is over."""
 
     async with connected(sends(response(b"ok"))) as (connections, url):
         begun = asyncio.Event()
@@ -234,6 +234,9 @@ async def test_giving_up_ends_an_attempt_to_connect(monkeypatch: pytest.MonkeyPa
             asking.give_up(Broken("it is down"))
         with pytest.raises(Broken, match="it is down"):
             await entering
+        connections.connect_timeout_s = 0.05
+        with pytest.raises(TimeoutError, match=r"no connection within 0\.05 s"):
+            await ask(connections, url)
         monkeypatch.undo()
         assert (await ask(connections, url))[2] == b"ok"
 
@@ -254,17 +257,6 @@ async def test_giving_up_as_the_connection_is_made_sends_nothing() -> None:
         connections.connect = made  # type: ignore[assignment, method-assign]
         with pytest.raises(Broken, match="it is down"):
             await asking.__aenter__()
-
-
-async def test_an_attempt_to_connect_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*_: object, **__: object) -> None:
-        await asyncio.Event().wait()
-
-    async with connected(sends(b"")) as (connections, url):
-        monkeypatch.setattr(asyncio.get_running_loop().__class__, "create_connection", never)
-        connections.connect_timeout_s = 0.05
-        with pytest.raises(TimeoutError, match=r"no connection within 0\.05 s"):
-            await ask(connections, url)
 
 
 async def test_an_answer_that_is_not_read_to_its_end_costs_its_connection() -> None:

@@ -36,16 +36,6 @@ def test_no_load_is_far_above_the_mean(arrivals: list[str], capacities: list[flo
             assert load <= (1 + SLACK) * mean * capacity[name] + 1
 
 
-@given(st.sets(clients, min_size=1, max_size=30), st.integers(2, 6))
-def test_a_worker_that_goes_moves_its_own_clients_only(names: set[str], count: int) -> None:
-    before = dict.fromkeys((f"r{index}" for index in range(count)), 0)
-    capacity = dict.fromkeys(before, 1.0)
-    homes = {client: choose(client, before, capacity) for client in names}
-    left = {name: 0 for name in before if name != "r0"}
-    for client, home in homes.items():
-        assert home == "r0" or choose(client, left, capacity) == home
-
-
 # -- tables
 
 
