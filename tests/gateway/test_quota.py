@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -320,49 +319,36 @@ async def test_what_was_charged_here_is_given_back_here() -> None:
 
 
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="Debian's redis-server is not installed")
-def test_two_gateways_count_together_in_redis(tmp_path: Path) -> None:
+async def test_two_gateways_count_together_in_redis(tmp_path: Path) -> None:
     pytest.importorskip("redis", reason="the client library of Redis is not installed")
+    port, limits = free_port(), {"tokens_per_day": LIMIT}
 
-    async def body(address: str) -> None:
-        one, other = Quotas(address), Quotas(address)
-        limits: dict[str, Any] = {"tokens_per_day": LIMIT}
-        first = await opened(one, **limits)
-        await eventually(lambda: admitted(first), "Redis answers")
-        second = await opened(other, **limits)
-        assert (await refused(second.admit(500, 0))).status == 429
-        second.close(0)
-        first.close(100)
-        await asyncio.gather(one.close(), other.close())
-        third = await opened(other, **limits)
-        await third.admit(300, 0)
-        assert third.headers["x-ratelimit-remaining-tokens-day"] == str(LIMIT - (500 + 100) - 300)
-        third.close(0)
-        await other.close()
-        assert one.store_failures == other.store_failures == 0
-
-    async def admitted(ticket: Ticket) -> bool:
-        await ticket.admit(500, 400)
+    async def connects() -> bool:
+        try:
+            (await asyncio.open_connection("127.0.0.1", port))[1].close()
+        except OSError:
+            return False
         return True
 
-    port = free_port()
-    server = subprocess.Popen(
+    with subprocess.Popen(
         ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)],
         stdout=subprocess.DEVNULL,
-    )
-    try:
-
-        async def main() -> None:
-            async def connects() -> bool:
-                try:
-                    (await asyncio.open_connection("127.0.0.1", port))[1].close()
-                except OSError:
-                    return False
-                return True
-
+    ) as server:
+        try:
             await eventually(connects, "Redis listens")
-            await body(f"redis://127.0.0.1:{port}/0")
-
-        asyncio.run(main())
-    finally:
-        server.kill()
-        server.wait()
+            one, other = (Quotas(f"redis://127.0.0.1:{port}/0") for _ in range(2))
+            first = await opened(one, **limits)
+            await first.admit(500, 400)
+            second = await opened(other, **limits)
+            assert (await refused(second.admit(500, 0))).status == 429
+            second.close(0)
+            first.close(100)
+            await asyncio.gather(one.close(), other.close())
+            third = await opened(other, **limits)
+            await third.admit(300, 0)
+            assert third.headers["x-ratelimit-remaining-tokens-day"] == str(LIMIT - (500 + 100) - 300)
+            third.close(0)
+            await other.close()
+            assert one.store_failures == other.store_failures == 0
+        finally:
+            server.kill()

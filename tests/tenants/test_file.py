@@ -57,36 +57,25 @@ def test_a_mistake_is_one_line_with_its_place(tmp_path: Path, text: str, error: 
 
 
 @pytest.mark.slow
-def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "t.yaml"
-    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
-    path.write_text("\n".join(rows))
-    with pytest.raises(SettingError, match="too much of it"):
-        file.read(path)
-
-
-def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="No such file"):
-        file.read(tmp_path / "none.yaml")
-    (tmp_path / "t.yaml").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(SettingError, match="it is not UTF-8"):
-        file.read(tmp_path / "t.yaml")
-
-
-@pytest.mark.slow
-def test_what_might_never_end_is_not_read(tmp_path: Path) -> None:
-    pipe, huge, deep = tmp_path / "pipe", tmp_path / "huge.yaml", tmp_path / "deep.yaml"
+def test_what_cannot_be_read_or_might_never_end_is_one_line(tmp_path: Path) -> None:
+    pipe, huge, deep, many, other = (tmp_path / name for name in ("pipe", "huge", "deep", "many", "other"))
     os.mkfifo(pipe)
     with huge.open("wb") as out:
         out.truncate(1 << 40)
     deep.write_text("[" * 5000)
+    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    many.write_text("\n".join(rows))  # aliases that multiply
+    other.write_bytes(b"\xff\xfe\xff")
     for path, error in (
+        (tmp_path / "none.yaml", "No such file"),
+        (other, "it is not UTF-8"),
         (pipe, "it is not a file"),
         (Path("/dev/zero"), "it is not a file"),
         (tmp_path, "Is a directory"),
         (huge, "bytes; at most"),
         (deep, "nested too deeply"),
+        (many, "too much of it"),
     ):
         with pytest.raises(SettingError, match=error) as found:
             file.read(path)
