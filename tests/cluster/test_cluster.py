@@ -26,7 +26,7 @@ from router.events import Query, Snapshot, WorkerDown, WorkerUp, decode_answer, 
 from sglang_fair.cluster.child import Child, session_members
 from sglang_fair.cluster.console import example as example_request
 from sglang_fair.cluster.gpus import Gpu, Machine
-from sglang_fair.cluster.options import ConfigError, Options, check, extra_argument
+from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.plan import (
     HttpReady,
     LineReady,
@@ -42,7 +42,6 @@ from sglang_fair.cluster.plan import (
 from sglang_fair.cluster.ports import Ports, PortTaken, ReplicaPorts, Reservations, is_free
 from sglang_fair.cluster.restart import Deaths, RestartRule, is_last
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
-from sglang_fair.core import POLICIES
 from sglang_fair.core.cost import make_cost
 from sglang_fair.settings.program import parse
 from tests.support import fork_server
@@ -72,53 +71,6 @@ PORTS = Ports(
 def after(argv: Sequence[str], option: str) -> str:
     """The value of an option on a command line."""
     return argv[list(argv).index(option) + 1]
-
-
-class TestOptions:
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            (Options(replicas=0), "--replicas must be at least 1, not 0"),
-            (
-                Options(gateway_options="max-in-fly=3"),
-                "a gateway has no limit 'max-in-fly'; there are max-in",
-            ),
-            (Options(device="tpu"), "unknown --device 'tpu'; there are auto, cpu, cuda"),
-            (
-                Options(policy="magic"),
-                f"unknown --policy 'magic'; there are {', '.join(POLICIES)}, and sglang:NAME",
-            ),
-            (Options(placement="luck"), "unknown --placement 'luck'; there are d2lpm"),
-            (Options(log_level="loud"), "unknown --log-level 'loud'"),
-            (Options(port=70000), "--port must lie from 0 to 65535"),
-            (Options(worker_quantum=0.0), "--worker-quantum must be above 0"),
-            (Options(cost="cheap"), "unknown cost 'cheap'; there are linear, profiled"),
-            (Options(client_weights={"gold": 0.0}), "gold"),
-            (Options(payer="nobody"), "unknown payer 'nobody'"),
-            (Options(policy_options="quanta=3"), "no option 'quanta'"),
-            (Options(placement_options="threshold=3"), "placement d2lpm-queue has no parameter threshold"),
-            (Options(extra=("tiny",)), "unexpected argument 'tiny'"),
-            (
-                Options(extra=("--port", "1")),
-                "the cluster sets --port of each replica itself; use --port before",
-            ),
-            (Options(extra=("--model-path=x",)), "use --model before the --"),
-            (Options(extra=("--kv-events-config", "{}")), "it cannot be given"),
-            (Options(extra=("--tp", "two")), "--tp must be a whole number from 1, not 'two'"),
-            (Options(extra=("--page-size",)), "--page-size needs a value"),
-            (Options(extra=("--dp-size", "2")), "use --replicas"),
-        ],
-    )
-    def test_what_cannot_be_is_refused_in_one_line(self, options: Options, said: str) -> None:
-        with pytest.raises(ConfigError) as refused:
-            check(options)
-        assert said in str(refused.value)
-        assert "\n" not in str(refused.value)
-
-    def test_the_last_of_two_values_counts(self) -> None:
-        assert extra_argument(("--tp", "2", "--x", "--tp=4"), "--tp", "--tp-size") == "4"
-        assert extra_argument(("--tp-size=8",), "--tp", "--tp-size") == "8"
-        assert extra_argument(("--tpx", "2"), "--tp") is None
 
 
 class TestPorts:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sglang_fair.cluster.control import Refused, ask, socket_path
 from sglang_fair.cluster.gpus import GpusTaken, Machine, listed, take, visible
 from sglang_fair.cluster.local import Additions
-from sglang_fair.cluster.options import ConfigError, Options, check
+from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.plan import build
 from sglang_fair.cluster.ports import Marks, Ports, ReplicaPorts, Reservations
 from tests.cluster.test_cluster import GPU_MACHINE, MODEL, PORTS, of_our_own
@@ -290,21 +290,3 @@ def test_clusters_on_one_machine(tmp_path: Path) -> None:
         assert _gpus(ask(path, {"do": "add"}, print, LIMIT_S)["url"]) == "3"
         with pytest.raises(Refused, match="of 4 that are visible 0 are free"):
             ask(path, {"do": "add"}, print, LIMIT_S)
-
-
-def test_the_words_behind_the_dashes_that_would_move_gpus() -> None:
-    for extra, said in (
-        (("--base-gpu-id", "2"), "say in CUDA_VISIBLE_DEVICES which the cluster may use"),
-        (("--gpu-id-step=2",), "say in CUDA_VISIBLE_DEVICES which the cluster may use"),
-        (("--nnodes", "2"), "all replicas of a cluster run on this machine"),
-        (("--pp", "2"), "write --pp-size"),
-        (("--node-rank=1",), "all replicas of a cluster run on this machine"),
-        (("--dist-init-addr", "h:1"), "each finds an address of its own"),
-        (("--nccl-port", "9000"), "each has a port of its own"),
-        (("--base-gpu", "2"), "write --base-gpu-id in full, not --base-gpu"),
-        (("--nnode", "2"), "write --nnodes in full"),
-        (("--tensor-parallel=2",), "write --tensor-parallel-size in full"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            check(Options(extra=extra))
-    check(Options(extra=("--tp", "2", "--model-impl", "auto")))

@@ -14,7 +14,7 @@ from router.gateway.__main__ import check as check_gateway
 from sglang_fair.cluster.gpus import Machine
 from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.models import dealt, fewest, in_turn, loadable
-from sglang_fair.cluster.options import ConfigError, Options, check
+from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.plan import Model, Process, build
 from sglang_fair.cluster.ports import Marks, Reservations
 from sglang_fair.settings.program import parse
@@ -50,35 +50,6 @@ def test_each_gets_what_it_asks_for_in_its_turn(counts: dict[str, int]) -> None:
     for at in range(len(found)):
         so_far = Counter(found[: at + 1])
         assert all(so_far[name] >= min(counts[name], max(so_far.values()) - 1) for name in counts)
-
-
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        (Options(models="a=tiny,b=bench,c=tiny"), "--replicas 2 are too few for 3 models"),
-        (Options(models="a=tiny:2,b=bench"), "say of b too how many replicas"),
-        (Options(models="a=tiny:2,b=bench:1", replicas=7), "asks for 3 replicas, and --replicas for 7"),
-        (Options(models="a=tiny,a=bench"), "model 'a' is given twice"),
-        (Options(models="tiny"), "'tiny' is not one"),
-        (Options(models="a=,b=tiny"), "a= is not NAME=MODEL"),
-        (Options(models="a=tiny:0,b=tiny:1"), "is not NAME=MODEL"),
-        (Options(models="a=:2"), "is not NAME=MODEL"),
-        (Options(models="default=tiny,b=tiny"), "a name is of letters"),
-        (Options(models="a:b=tiny,b=tiny"), "a name is of letters"),
-        (Options(models="a=tiny,b=bench", model="tiny"), "--model and --models: give one of them"),
-        (Options(models="a=tiny,b=llama-3.1-8b", engine="emulated", gpu="h100"), "unknown --model 'tiny'"),
-        (
-            Options(models="a=llama-3.1-8b,b=llama-2-7b", engine="emulated", gpu="h100", cost_model="x"),
-            "--cost-model is of one model",
-        ),
-        (Options(slo_classes={}), "--slo-classes: there must be 1 to 32 classes"),
-        (Options(slo_classes={"a": -1.0}), "--slo-classes: class a: its time must be above 0"),
-    ],
-)
-def test_what_cannot_be_is_said_in_one_line(options: Options, wrong: str) -> None:
-    with pytest.raises(ConfigError, match=wrong) as caught:
-        check(options)
-    assert "\n" not in str(caught.value)
 
 
 def test_every_process_is_told_its_models() -> None:
@@ -168,28 +139,6 @@ def test_which_replica_can_load_what(
 ) -> None:
     assert "".join(dealt(options)) == first
     assert loadable(options) == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        (Options(swap="all"), "--swap is for several --models"),
-        (Options(models=SEVERAL, replicas=3, swap="some"), "--swap: none, all, or as r0=a+b"),
-        (Options(models=SEVERAL, replicas=3, swap="r3=a+b"), "there is no replica 'r3'; there are r0 to r2"),
-        (Options(models=SEVERAL, replicas=3, swap="x=a+b"), "there is no replica 'x'"),
-        (Options(models=SEVERAL, replicas=3, swap="r0=a+z"), "there is no model 'z'; there are a, b, c"),
-        (Options(models=SEVERAL, swap="r0=a+b"), "no replica can load c"),
-        (
-            Options(models="a=llama-3.1-8b,b=llama-2-7b", engine="emulated", gpu="a100-80g", swap="all"),
-            "--swap needs weights, which an emulated replica has not",
-        ),
-    ],
-)
-def test_a_bad_swap_is_refused_in_one_line(options: Options, wrong: str) -> None:
-    with pytest.raises(SettingError) as error:
-        loadable(options)
-    assert wrong in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_each_replica_that_can_load_several_has_an_agent() -> None:

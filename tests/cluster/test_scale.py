@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.cluster.control import Refused, Say
-from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.workers import scale_up
 from tests.support.budget import examples
@@ -108,11 +107,3 @@ def test_replicas_are_started_and_what_fails_is_said(monkeypatch: pytest.MonkeyP
     assert asked == ["a", "a"]
     assert [line for line in said if "no GPU is free" in line] == [said[1]]
     assert said[-2:] == ["r2 is being started", "scale-up: r2 serves; 0 more may be started"]
-
-
-def test_scale_up_needs_queues_with_deadlines() -> None:
-    check(Options(placement="qlm", scale_up=2))
-    with pytest.raises(ConfigError, match="--scale-up is for --placement deadline or qlm"):
-        check(Options(scale_up=2))
-    with pytest.raises(ConfigError, match="--scale-up must be at least 0"):
-        check(Options(placement="qlm", scale_up=-1))
