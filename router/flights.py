@@ -1,7 +1,8 @@
 """The requests in flight: each is part of its worker's load and holds its prompt in the tree, until it ends once."""
 
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
+
+import msgspec
 
 from router.events import Done
 from router.placement.contract import Ended, Request
@@ -15,8 +16,7 @@ _MAX_ORPHANS = 100_000
 """Requests lost with their worker whose `Done` is still expected; beyond, the oldest are forgotten."""
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
+class Flight(msgspec.Struct, eq=False):
     """A request in flight at `worker`, for the gateway `peer`.
 
     `prefill_tokens` and `decode_tokens` are the work that is left; they are part of the worker's load.

@@ -1,12 +1,11 @@
-"""What a router is told of the replicas that one source lists. Pure.
+"""Which replicas a source lists, and which events that means for the router. Pure.
 
-Rule. A replica that appears is probed, and the router is told of it once it is ready. One that vanishes is drained: it
-gets no new requests, finishes those that it has, and is forgotten. One that comes back is probed again. A replica at
-another address, or with another model, is another one, whatever its name. A list that cannot be read, or has nobody in
-it although it had, changes nothing (`sources`): replicas that are dead are found by gateways.
+Rule. A replica that appears is probed, and comes up once it is ready. One that vanishes is drained: it gets no new
+requests, finishes those that it has, and is forgotten. One that comes back is probed again. A replica at another
+address, or with another model, is another one, whatever its name.
 
-A router that is started again is told by gateways of the replicas that it had. Those that this list named then, and
-names no longer, vanished meanwhile: they are drained too. So each replica that is told has its list's name (`listed`).
+A router that is started again learns from gateways which replicas it had. Those that this list named then, and names no
+longer, are drained too: so each replica that is up has its list's name (`listed`).
 """
 
 from collections.abc import Iterable
@@ -17,10 +16,9 @@ from router.events import WorkerDrain, Workers, WorkerUp
 
 
 class Listing:
-    """State and decisions, no I/O. Each method returns the events that the router is told."""
+    """State and decisions, no I/O. `name` is the list's."""
 
     def __init__(self, name: str = "") -> None:
-        """`name` is the list's."""
         self._name = name
         self._has_found = False
         self._listed: dict[str, WorkerUp] = {}
@@ -54,25 +52,17 @@ class Listing:
 
     def lost(self, workers: Workers) -> list[WorkerUp | WorkerDrain]:
         """The router has these workers: it drains those that the list named before it was started, and does not now."""
-        if not self._has_found:
-            return []
-        return [
-            WorkerDrain(up.worker)
-            for up in workers.workers
-            if up.listed == self._name
-            and up.worker not in workers.draining
-            and ((now := self._listed.get(up.worker)) is None or not _is_same(now, up))
-        ]
+        mine = [up for up in workers.workers if up.listed == self._name and up.worker not in workers.draining]
+        return [WorkerDrain(up.worker) for up in mine if self._has_found and not self._lists(up)]
+
+    def _lists(self, up: WorkerUp) -> bool:
+        """A list may leave open which model a replica has; the router learns that."""
+        listed = self._listed.get(up.worker)
+        return listed is not None and _identity(listed) in (_identity(up), (up.url, up.kv, ""))
 
     def __len__(self) -> int:
         """How many are listed."""
         return len(self._listed)
-
-
-def _is_same(listed: WorkerUp, known: WorkerUp) -> bool:
-    """Whether the router knows this replica. A list may leave open which model it has; the router learns that."""
-    has_same = listed.loaded in ("", known.loaded)
-    return has_same and (listed.url, listed.kv) == (known.url, known.kv)
 
 
 def _identity(up: WorkerUp) -> tuple[str, str | None, str]:

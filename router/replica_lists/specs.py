@@ -7,32 +7,26 @@ All functions raise ValueError, with a text of one line, for what cannot be read
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from router.events import LARGEST_CAPACITY, LEAST_CAPACITY, URL_PATTERN, ZMQ_PATTERN, WorkerUp
 from sglang_fair.common.pairs import split_pairs
 
-FIELDS = ("kv", "replay", "load", "capacity", "model")
 ADDRESSES = ("kv", "replay", "load")
+FIELDS = (*ADDRESSES, "capacity", "model")
+WORKER_FORM = "NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]"
+NAME_FORM = "NAME:PORT[,scheme=https][,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]"
 
 
 def worker(text: str) -> WorkerUp:
-    """`r0,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]` as an event. With
-    `model=a|b` it can load these, and its agent says which it has."""
-    called, _, rest = text.partition(",")
-    values = _pairs(called, rest)
-    if not called or "=" in called or not values.get("http") or not _are_known(values, "http", *FIELDS):
-        raise ValueError(
-            f"{text!r} is not NAME,http=URL[,kv=ADDRESS][,replay=ADDRESS][,load=ADDRESS][,capacity=NUMBER][,model=NAME]"
-        )
+    """`WORKER_FORM` as an event. With `model=a|b` it can load these, and its agent says which it has."""
+    called, values = _read(text, WORKER_FORM, "http")
+    if not values.get("http"):
+        raise ValueError(f"{text!r} is not {WORKER_FORM}")
     if not re.fullmatch(URL_PATTERN, values["http"]):
         raise ValueError(f"worker {called}: http={values['http']} is no URL")
-    if "replay" in values and "kv" not in values:
-        raise ValueError(f"worker {called}: replay= is of no use without kv=")
-    for key in ADDRESSES:
-        if key in values and not re.fullmatch(ZMQ_PATTERN, values[key]):
-            raise ValueError(f"worker {called}: {key}={values[key]} is no ZMQ address")
+    _check_addresses(f"worker {called}", values, lambda one: re.fullmatch(ZMQ_PATTERN, one), "ZMQ address")
     return _up(called, values["http"], values)
 
 
@@ -65,22 +59,14 @@ class Name:
 
 
 def name(text: str) -> Name:
-    """`NAME:PORT[,scheme=https][,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]`."""
-    called, _, rest = text.partition(",")
+    """`NAME_FORM`."""
+    called, values = _read(text, NAME_FORM, "scheme")
     host, _, port = called.rpartition(":")
-    values = _pairs(called, rest)
-    if not host or "=" in called or not _is_port(port) or not _are_known(values, "scheme", *FIELDS):
-        raise ValueError(
-            f"{text!r} is not NAME:PORT[,scheme=https][,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER]"
-            "[,model=NAME]"
-        )
+    if not host or not _is_port(port):
+        raise ValueError(f"{text!r} is not {NAME_FORM}")
     if values.get("scheme", "http") not in ("http", "https"):
         raise ValueError(f"{called}: scheme={values['scheme']} is not http or https")
-    for key in ADDRESSES:
-        if key in values and not _is_port(values[key]):
-            raise ValueError(f"{called}: {key}={values[key]} is no port")
-    if "replay" in values and "kv" not in values:
-        raise ValueError(f"{called}: replay= is of no use without kv=")
+    _check_addresses(called, values, _is_port, "port")
     made = Name(host, int(port), tuple(values.items()))
     made.worker("127.0.0.1")  # what is wrong with its capacity is said here
     return made
@@ -118,22 +104,33 @@ def _up(called: str, url: str, values: Mapping[str, str]) -> WorkerUp:
         url,
         values.get("kv"),
         values.get("replay"),
-        _capacity(values),
-        values.get("load"),
-        models,
-        models[0] if len(models) == 1 else "",
+        capacity=_capacity(values),
+        load=values.get("load"),
+        models=models,
+        loaded=models[0] if len(models) == 1 else "",
     )
 
 
-def _pairs(called: str, rest: str) -> dict[str, str]:
+def _read(text: str, form: str, *more: str) -> tuple[str, dict[str, str]]:
+    """What it is called, and its fields: `FIELDS` or `more`."""
+    called, _, rest = text.partition(",")
     try:
-        return dict(split_pairs(rest, "field"))
+        values = dict(split_pairs(rest, "field"))
     except ValueError as error:
         raise ValueError(f"worker {called}: {error}") from None
+    if not called or "=" in called or not set(values) <= {*FIELDS, *more} or not all(values.values()):
+        raise ValueError(f"{text!r} is not {form}")
+    return called, values
 
 
-def _are_known(values: Mapping[str, str], *fields: str) -> bool:
-    return set(values) <= set(fields) and all(values.values())
+def _check_addresses(
+    called: str, values: Mapping[str, str], is_one: Callable[[str], object], what: str
+) -> None:
+    for key in ADDRESSES:
+        if key in values and not is_one(values[key]):
+            raise ValueError(f"{called}: {key}={values[key]} is no {what}")
+    if "replay" in values and "kv" not in values:
+        raise ValueError(f"{called}: replay= is of no use without kv=")
 
 
 def _is_port(text: str) -> bool:
