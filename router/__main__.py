@@ -13,11 +13,10 @@ import zmq
 
 from router import http
 from router.bounded import listen
-from router.collector import collect_young_only
 from router.core import Router
-from router.descriptors import raise_limit
 from router.events import WorkerUp
 from router.placement import build, parameters, parse_value
+from router.process import collect_young_only, raise_limit
 from router.replica_lists import specs
 from router.replica_lists.follow import follow
 from router.replica_lists.sources import DnsName, ReplicaFile, Source

@@ -3,7 +3,7 @@
 Token ids travel as bytes, little-endian uint32, so that neither side makes a Python object per token.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -34,6 +34,9 @@ Limit = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)] | None
 Span = Annotated[float, msgspec.Meta(ge=-MOST_SPAN_S, le=MOST_SPAN_S)]
 
 
+Kind = TypeVar("Kind")
+
+
 class ProtocolError(ValueError):
     """The peer sent something that is not a message of this protocol; the text says what is wrong."""
 
@@ -43,8 +46,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Due(msgspec.Struct, frozen=True, array_like=True):
-    """By when the first token of a request's answer is promised: `left_s` after the message was sent, or before it if
-    that is negative. Peers' clocks differ, so no time of day is told."""
+    """By when the first token of a request's answer is promised: `left_s` after the message was sent, because peers'
+    clocks differ."""
 
     slo_class: str
     slo_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SLO_S)]
@@ -52,18 +55,18 @@ class Due(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(promise: Promise, now_s: float) -> "Due":
-        """`promise`, told at `now_s` of the clock that it is by."""
+        """At `now_s` of the promise's clock."""
         left_s = min(MOST_SPAN_S, max(-MOST_SPAN_S, promise.due_s - now_s))
         return Due(promise.slo_class, promise.slo_s, left_s)
 
     def promise(self, now_s: float) -> Promise:
-        """What was told, by the clock of who hears it, where it is `now_s`."""
+        """By a clock that shows `now_s`."""
         return Promise(self.slo_class, self.slo_s, now_s + self.left_s)
 
 
 class Suspicion(msgspec.Struct, frozen=True, array_like=True):
-    """Of a request that a worker had when it ended: whose it is, its digest (`suspects.fingerprint`), and how many
-    workers have ended with it so far."""
+    """Of a request that a worker had when it ended: its digest (`suspects.fingerprint`), and how many workers have
+    ended with it so far."""
 
     client: str
     fingerprint: Annotated[str, msgspec.Meta(max_length=64)]
@@ -135,7 +138,7 @@ class Running(Call, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Request `id` has produced `output_tokens` tokens since it began. Optional."""
+    """What request `id` has produced since it began. Optional."""
 
     id: str
     output_tokens: Count
@@ -163,17 +166,14 @@ URL_PATTERN = "^https?://[!-.0-~]+/?$"
 """Of the address of a replica: scheme, host and port, and no path."""
 
 ZMQ_PATTERN = r"^(tcp://[!-)+-~]+:[0-9]{1,5}|ipc://[!-~]+)$"
-"""Of an address to which a router connects for a replica's events or load. ZMQ refuses others when it is too late to
-tell who gave them."""
+"""Of an address to which a router connects for a replica's events or load."""
 
 
 class WorkerUp(Message, frozen=True):
-    """Worker `worker` serves at `url` and publishes its KV events at `kv` and `replay`, and how much it has to do at
-    `load`, if these are given.
+    """Worker `worker` serves at `url`, and publishes its KV events at `kv` and `replay`, and its load at `load`.
 
-    `capacity` is its speed relative to a worker of capacity 1; loads are divided by it. `models` are those that it can
-    load, `loaded` is the one of them that it has. Who says no models, has the only one that there is; of a worker that
-    is known at this address it says nothing new.
+    `capacity` is its speed relative to a worker of capacity 1. `models` are those that it can load, `loaded` is the one
+    that it has. Without models it has the only one that there is, or, if it is known at this address, those of before.
     """
 
     worker: str
@@ -198,10 +198,8 @@ class WorkerUp(Message, frozen=True):
 
 
 class Agent(Message, frozen=True):
-    """The agent beside worker `worker` says what that has: when it changes, and every second. The answer is `Exchange`.
-
-    `number` is that of the last order that it has ended, `busy` that of the one that it carries out, 0 for none.
-    """
+    """What the agent beside worker `worker` finds there: when it changes, and every second. The answer is `Exchange`.
+    `number` is of the last order that it has ended, `busy` of the one that it carries out, 0 for none."""
 
     id: str
     worker: str
@@ -238,11 +236,8 @@ class WorkerDrain(Message, frozen=True):
 
 
 class WorkerHealth(Message, frozen=True):
-    """Whether worker `worker` answers this peer.
-
-    A worker is sick as long as any peer says that it does not answer. It then gets no requests, and its cache is
-    taken to be empty.
-    """
+    """Whether worker `worker` answers this peer. As long as there is a peer that it does not answer, it is sick: it
+    gets no requests, and its cache is taken to be empty."""
 
     worker: str
     ok: bool
@@ -309,8 +304,8 @@ class SetLimits(Message, frozen=True):
 
 
 class Posted(Message, frozen=True):
-    """Rules of throttling that an operator has set at `at_s`, in a router that was started with rules of digest
-    `start`. Gateways keep them for a router that was restarted. One that was started with other rules keeps its own."""
+    """Rules that an operator has set at `at_s`, in a router that was started with rules of digest `start`. Gateways
+    keep them for a router that was restarted. One that was started with other rules keeps its own."""
 
     rules: bytes
     at_s: Annotated[float, msgspec.Meta(ge=0, le=2 * MOST_SECONDS)]
@@ -320,9 +315,7 @@ class Posted(Message, frozen=True):
 
 class Load(Message, frozen=True):
     """Of the `size_tokens` of its KV cache `worker` uses `used_tokens`, and `waiting_tokens` that are not cached wait.
-
-    Whatever the numbers are: the core counts and ignores those that cannot be.
-    """
+    The core counts and ignores numbers that cannot be."""
 
     worker: str
     used_tokens: int
@@ -331,10 +324,8 @@ class Load(Message, frozen=True):
 
 
 class Stored(Message, frozen=True):
-    """Worker `worker` caches `len(hashes)` consecutive blocks of `block_tokens` tokens after block `parent`.
-
-    With `parent` None they are the beginning of a prompt. `namespace` as in `Arrive`.
-    """
+    """Worker `worker` caches consecutive blocks of `block_tokens` tokens after block `parent`; None: they are the
+    beginning of a prompt."""
 
     worker: str
     hashes: tuple[int, ...]
@@ -362,7 +353,7 @@ class Cleared(Message, frozen=True):
 
 
 class PeerGone(Message, frozen=True):
-    """The peer has fallen silent and is taken for dead, with all that it had in flight and all that it said."""
+    """The peer has fallen silent. What it had in flight is over."""
 
 
 class Undelivered(Message, frozen=True):
@@ -376,8 +367,8 @@ class Tick(Message, frozen=True):
 
 
 class Planned(Message, frozen=True):
-    """The work of question `number` is done (`Placement.question`). `found` is what it has found; None: it has
-    failed, or took too long."""
+    """The work of question `number` is done (`Placement.question`). `found`: None if it has failed, or took too
+    long."""
 
     number: int
     found: Any = None
@@ -404,11 +395,8 @@ class Place(Message, frozen=True):
 
 
 class Refuse(Message, frozen=True):
-    """Request `id` gets no worker because of `reason`. With `retry`, asking again later may succeed.
-
-    `is_full`: too many requests of its client are waiting. `code`: the client is throttled, as
-    `core.throttle.Refusal` says, and may ask again after `retry_after_s`.
-    """
+    """Request `id` gets no worker because of `reason`. With `retry`, asking again later may succeed. `is_full`: too
+    many requests of its client are waiting. `code`: as in `core.throttle.Refusal`, or `suspects`."""
 
     id: str
     reason: str
@@ -419,19 +407,15 @@ class Refuse(Message, frozen=True):
 
 
 class Held(Message, frozen=True):
-    """The placement holds request `id`: its `Place` or `Refuse` follows, however long that takes.
-
-    The gateway need not ask again as long as each `Difference` names the request in `held`.
-    """
+    """Request `id` waits: its `Place` or `Refuse` follows, however long that takes. The gateway need not ask again as
+    long as each `Difference` names it in `held`."""
 
     id: str
 
 
 class Exchange(Message, frozen=True):
-    """What the agent beside `worker` has to do: order `number` is to load `model`. 0: nothing.
-
-    `ahead` are the models that the worker is going to need, soonest first.
-    """
+    """What the agent beside `worker` has to do: order `number` is to load `model`; 0: nothing. `ahead` are the models
+    that the worker is going to need, soonest first."""
 
     id: str
     worker: str
@@ -443,19 +427,16 @@ class Exchange(Message, frozen=True):
 
 
 class Cut(Message, frozen=True):
-    """The worker of request `id` is to load another model. A gateway that can have the answer continued without a loss
-    cuts it off and asks again; any other one lets it finish."""
+    """The worker of request `id` is to load another model. A gateway that can have the answer continued cuts it off and
+    asks again; any other one lets it finish."""
 
     id: str
 
 
 class Difference(Message, frozen=True):
-    """How the router's list of a gateway's requests differs from the gateway's own.
-
-    The gateway answers with a `Running` for each of `missing`, which the router does not know, and with a `Done`
-    for each of `unsettled`, which are in flight or wait for the router alone. Of those that it has asked about, the
-    placement holds the ones in `held`. If it was told that another is held, that is no longer so, and it asks again.
-    """
+    """How the router's list of a gateway's requests differs from the gateway's own: `missing` the router does not know
+    (the gateway sends a `Running` for each), `unsettled` the router alone has (a `Done`), `held` wait at the router; of
+    others that waited the gateway asks again."""
 
     id: str
     missing: tuple[str, ...]
@@ -464,10 +445,8 @@ class Difference(Message, frozen=True):
 
 
 class Workers(Message, frozen=True):
-    """The workers that are up; those in `draining` or `sick` get no new requests.
-
-    `router` identifies this run of the router: after a restart it knows nothing of what it was told before.
-    """
+    """The workers that are up; those in `draining` or `sick` get no new requests. `router` identifies this run of the
+    router: after a restart it knows nothing of what was before."""
 
     id: str
     workers: tuple[WorkerUp, ...]
@@ -537,28 +516,25 @@ Action = tuple[bytes, Answer]
 
 _EVENTS: msgspec.msgpack.Decoder[PeerEvent] = msgspec.msgpack.Decoder(PeerEvent)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_ENCODER = msgspec.msgpack.Encoder()
 
-
-def encode(message: Event | Answer) -> bytes:
-    """The message as it is sent."""
-    return _ENCODER.encode(message)
+encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_event(data: bytes) -> PeerEvent:
-    """The event in `data`. Raises `ProtocolError` if it is not one that peers may send."""
-    try:
-        return _EVENTS.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not an event: {error}") from error
+    """Raises `ProtocolError` if `data` is no event that peers may send."""
+    return _decode(_EVENTS, data, "event")
 
 
 def decode_answer(data: bytes) -> Answer:
-    """The answer in `data`. Raises `ProtocolError` if it is not one."""
+    """Raises `ProtocolError` if `data` is no answer."""
+    return _decode(_ANSWERS, data, "answer")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Kind], data: bytes, what: str) -> Kind:
     try:
-        return _ANSWERS.decode(data)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not an answer: {error}") from error
+        raise ProtocolError(f"not an {what}: {error}") from error
 
 
 def _check_tokens(tokens: bytes) -> None:

@@ -6,21 +6,16 @@ One that was not clear when its connection broke or its replica fell silent is a
 1. A suspect is tried at one more replica, and never at a third. It is on *trial* there: it goes where all else is
    clear, and nothing else goes there until it is, as long as another replica takes requests. At most half of the
    replicas have a trial, and a client has one at a time.
-2. If that replica ends too, the suspect was the only one that can be the cause, and is *convicted*: the same request of
-   that client is refused from then on. Where something else was there that was not clear, it counts as a doubt, unless
-   its client is in quarantine.
+2. If that replica ends too, the suspect is *convicted*: the same request of that client is refused from then on. Where
+   something else was there that was not clear, it counts as a doubt, unless its client is in quarantine.
 3. A client is in *quarantine* from its first conviction, or its `MOST_DOUBTS`-th doubt, until `quarantine_s` after the
-   last: each of its requests is on trial from the outset, one at a time, at the first replica that there is. After
-   `MOST_CONVICTIONS` they are refused until then.
+   last: each of its requests is on trial from the outset. After `MOST_CONVICTIONS` they are refused until then.
 4. After the conviction of a client that had finished no request before, all clients that have finished none are one in
    quarantine together, each until its first request is served.
 
-Unit: requests, by a digest of client and body; clients, which are tenants where there are any. Bound: a request ends at
-most two replicas. Of a client's k requests that do, those placed before its first conviction end one each; that
-conviction one more, and all the others together `MOST_CONVICTIONS` - 1. Nothing that ends no replica is convicted,
-unless replicas die by themselves during two of its attempts. Knobs: `quarantine_s`.
-Leaks: what ends a replica after its first byte, or later than `CLEAR_S`, may have another suspect convicted. Several
-routers have trials of their own. What a router knew of suspects ends with it.
+Bound: a request ends at most two replicas. Of a client's k requests that do, those placed before its first conviction
+end one each; that conviction one more, and all the others together `MOST_CONVICTIONS` - 1. Nothing that ends no replica
+is convicted, unless replicas die by themselves during two of its attempts. Leaks: docs/security.md.
 """
 
 from collections import Counter, OrderedDict
@@ -29,7 +24,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar
 
-from router.events import Arrive, Done
+from router.events import Arrive, Done, Suspicion
 
 ENDED = "replicas_ended"
 """Two replicas ended while they had the request."""
@@ -255,7 +250,8 @@ class Suspects:
             if trial is not None and done.outcome == "ok":
                 self._lost.pop(trial.event.fingerprint, None)
             elif trial is not None and done.outcome == "aborted":
-                self._doubt(trial.event.client, done.id, trial.event.fingerprint, trial.worker, now_s)
+                lost = Suspicion(trial.event.client, trial.event.fingerprint, 1)
+                self._accuse(lost, done.id, trial.worker, now_s, is_certain=False)
             return
         if worker is not None:
             self._ended_s[worker] = now_s
@@ -267,10 +263,8 @@ class Suspects:
             return
         where = trial.worker if trial is not None else worker or ""
         is_certain = trial is not None and not (trial.has_company or trial.is_clear(now_s))
-        if not is_certain and not self._is_quarantined(lost.client, now_s):
-            self._doubt(lost.client, done.id, lost.fingerprint, where, now_s)
-        else:
-            self._convict(lost.client, done.id, lost.fingerprint, where, now_s)
+        is_certain = is_certain or self._is_quarantined(lost.client, now_s)
+        self._accuse(lost, done.id, where, now_s, is_certain=is_certain)
 
     def served(self, client: str) -> None:
         """One of its requests was."""
@@ -336,29 +330,26 @@ class Suspects:
         why = f"{case.convictions} requests of this client have ended replicas: none is served for {left_s:.0f} s"
         return Denial(QUARANTINED, why, left_s)
 
-    def _accuse(self, client: str, now_s: float) -> Case:
-        case = self._case(client, now_s) or Case(0.0)
+    def _accuse(self, lost: Suspicion, request: str, worker: str, now_s: float, *, is_certain: bool) -> None:
+        """A conviction if it `is_certain`, else a doubt."""
+        client, case = lost.client, self._case(lost.client, now_s)
+        if is_certain:
+            self.counts["convictions"] += 1
+            _remember(self._convicted, lost.fingerprint, now_s)
+            if client not in self._served:
+                self._newcomers_until_s = now_s + self.quarantine_s
+        else:
+            self.counts["doubts"] += 1
+            if case is not None and now_s - case.doubted_s < DOUBT_S:
+                return
+        case = case or Case(0.0)
         case.until_s = now_s + self.quarantine_s
+        if is_certain:
+            case.convictions += 1
+        else:
+            case.doubts, case.doubted_s = case.doubts + 1, now_s
+        case.request, case.fingerprint, case.worker = request, lost.fingerprint, worker
         _remember(self._cases, client, case)
-        return case
-
-    def _convict(self, client: str, request: str, mark: str, worker: str, now_s: float) -> None:
-        self.counts["convictions"] += 1
-        _remember(self._convicted, mark, now_s)
-        case = self._accuse(client, now_s)
-        case.convictions += 1
-        case.request, case.fingerprint, case.worker = request, mark, worker
-        if client not in self._served:
-            self._newcomers_until_s = now_s + self.quarantine_s
-
-    def _doubt(self, client: str, request: str, mark: str, worker: str, now_s: float) -> None:
-        self.counts["doubts"] += 1
-        case = self._case(client, now_s)
-        if case is not None and now_s - case.doubted_s < DOUBT_S:
-            return
-        case = self._accuse(client, now_s)
-        case.doubts, case.doubted_s = case.doubts + 1, now_s
-        case.request, case.fingerprint, case.worker = request, mark, worker
 
 
 def _remember(known: "OrderedDict[str, V]", name: str, value: V) -> None:

@@ -13,8 +13,6 @@ import uvicorn
 from uvicorn.supervisors import Multiprocess
 
 from router.batches.folder import check as check_batches
-from router.collector import collect_seldom
-from router.descriptors import raise_limit
 from router.gateway import logs
 from router.gateway.access.quota import MEMORY
 from router.gateway.address import SharedPort, check_free, shown
@@ -25,6 +23,7 @@ from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, read_tokens
 from router.gateway.settings import check, folders
+from router.process import collect_seldom, raise_limit
 from sglang_fair.common.listening import is_loopback
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.common.service_keys import feeder_key

@@ -19,7 +19,6 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from router.batches.model import StoreError
-from router.collector import collect_seldom
 from router.gateway import logs, pages
 from router.gateway.address import Address
 from router.gateway.admin import Admin, TenantsAdmin
@@ -34,6 +33,7 @@ from router.gateway.operations import routes_of
 from router.gateway.relay import Relay
 from router.gateway.request.kinds import PATHS
 from router.gateway.settings import facts
+from router.process import collect_seldom
 from sglang_fair.common.fields import WIDEST, Facts
 from sglang_fair.common.guard import named
 from sglang_fair.common.processes import die_with_parent

@@ -44,7 +44,6 @@ class CacheAware(Placement):
             raise ValueError("balance_abs is at least 0, balance_rel a ratio of at least 1, both finite")
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """The first holder of the longest match, or the least loaded worker."""
         loads = [worker.load for worker in workers]
         most, fewest = max(loads), min(loads)
         out_of_balance = most - fewest > self.balance_abs and most > self.balance_rel * fewest

@@ -56,7 +56,6 @@ class CentralizedDlpm(Placement):
         )
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> None:
-        """None: every request waits."""
         self._arrivals += 1
         job = Job(request.id, request.client, request.input_tokens, arrival=self._arrivals)
         self._waiting[request.id] = request, job
@@ -66,7 +65,6 @@ class CentralizedDlpm(Placement):
     def next(
         self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May, now_s: float
     ) -> tuple[Request, str] | None:
-        """What the least loaded worker with a free slot pulls, unless it may have none of the waiting requests."""
         roomy = [worker for worker in workers if worker.load < self.slots]
         while roomy:
             name = least_loaded(roomy)
@@ -77,12 +75,10 @@ class CentralizedDlpm(Placement):
         return None
 
     def give_up(self, request: Request) -> None:
-        """The request leaves the queue; it costs nothing."""
         self._leave(request)
         self._ended(request.client)
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
-        """Charges the prompt tokens that are not cached."""
         job, units = self._pulled.pop(request.id, None), self._price(request, match.of(worker))
         self._dlpm.charge(request.client, units)
         if job is not None:
@@ -91,7 +87,6 @@ class CentralizedDlpm(Placement):
             self._requests[request.client] += 1
 
     def done(self, ended: Ended, now_s: float) -> None:
-        """Charges the output; a failed dispatch gives the first charge back."""
         client = ended.request.client
         self._dlpm.charge(client, self.output_weight * ended.output_tokens)
         if ended.outcome == "failed":
@@ -100,7 +95,6 @@ class CentralizedDlpm(Placement):
 
     @property
     def weights(self) -> Weights:
-        """Those of the policy."""
         return self._dlpm.weights
 
     def _pull(self, worker: str, match: Callable[[Request], Match], may: May) -> Request | None:

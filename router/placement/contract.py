@@ -1,8 +1,7 @@
-"""What a placement sees, what it decides, and what it is told.
+"""What a placement sees, what it decides, and what it learns.
 
-A placement answers one question: which worker for this request? It neither counts the requests in flight nor keeps
-track of caches: loads come with `workers` and cached prefixes with `match`, both from the router's core. What else it
-keeps (credits, pointers, costs) is its own, and bounded in the number of clients and requests.
+A placement answers one question: which worker for this request? Loads come with `workers` and cached prefixes with
+`match`, both from the router's core. What else it keeps is its own, and bounded in clients and requests.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -87,11 +86,9 @@ Work = Callable[[], object]
 
 
 class Placement:
-    """Chooses workers. Deterministic: the same calls give the same choices. Every order that it uses is total. Whatever
-    it is told makes no difference, unless it overrides what it is told by.
-
-    Where there are several models, each has a placement of its own, which knows of that model's workers only; one that
-    holds requests (`Holding`) has them all.
+    """Chooses workers. Deterministic: the same calls give the same choices, and every order that it uses is total. Each
+    model has a placement of its own, which knows of that model's workers only; one that holds requests (`Holding`) has
+    them all.
 
     The core promises:
 
@@ -105,10 +102,10 @@ class Placement:
     """
 
     uses_caches: ClassVar[bool] = True
-    """Whether a choice can depend on what workers have cached. If not, nobody needs to tell the router."""
+    """Whether a choice can depend on what workers have cached. If not, the router need not know."""
 
     uses_progress: ClassVar[bool] = True
-    """Whether a choice can depend on how far running answers are. If not, nobody needs to tell the router."""
+    """Whether a choice can depend on how far running answers are. If not, the router need not know."""
 
     def place(
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
@@ -163,11 +160,9 @@ May = Callable[[Request, str], bool]
 
 @runtime_checkable
 class Holding(Protocol):
-    """What a placement adds that lets requests wait until a worker is ready for one.
-
-    If its `place` returns None, it has the request in its queue. The core promises to ask `next` after everything
-    that happens while requests wait. Each request leaves by `next`, followed by `placed`, or by `give_up`.
-    """
+    """What a placement adds that lets requests wait until a worker is ready for one: those for which its `place`
+    returns None. The core calls `next` after everything that happens while requests wait. Each request leaves by
+    `next`, followed by `placed`, or by `give_up`."""
 
     def next(
         self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May, now_s: float

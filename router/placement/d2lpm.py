@@ -57,7 +57,6 @@ class D2lpm(Placement):
         self._credits = Credits(self.worker_quantum, Weights(self.client_weights), self.max_clients)
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """The paper's SelectWorker(G, i), with G the holders of the longest match."""
         client, credits = request.client, self._credits
         holders: list[WorkerView] = []
         if match.tokens > self.cache_threshold * request.input_tokens:
@@ -70,38 +69,30 @@ class D2lpm(Placement):
         return least_loaded(candidates)
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
-        """Charges the prompt, or what is not cached of it."""
         self._credits.begin(request.client, worker, self._price(request, match.of(worker)))
 
     def done(self, ended: Ended, now_s: float) -> None:
-        """Charges the output. A request that failed gets its first charge back."""
         refund = self._price(ended.request, ended.matched_tokens) if ended.outcome == "failed" else 0.0
         units = self.output_weight * ended.output_tokens
         self._credits.end(ended.request.client, ended.worker, units, refund)
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
-        """Every client has a full quantum there."""
         self._credits.worker_up(worker, capacity)
 
     def worker_changed(self, worker: str, capacity: float) -> None:
-        """The quantum there follows the capacity."""
         self._credits.worker_changed(worker, capacity)
 
     def worker_down(self, worker: str) -> None:
-        """Drops all credit there."""
         self._credits.worker_down(worker)
 
     @property
     def weights(self) -> Weights:
-        """A client's quantum is in proportion to its weight."""
         return self._credits.weights
 
     def reweighed(self, client: str) -> None:
-        """Its quanta follow."""
         self._credits.reweighed(client)
 
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """q[i,w] of the latest clients."""
         return self._credits.latest(limit)
 
     def _price(self, request: Request, matched_tokens: int) -> float:

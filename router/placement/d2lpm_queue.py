@@ -68,7 +68,6 @@ class D2lpmQueue(Placement):
         self._queues = Queues(Weights(self.client_weights), self.max_clients)
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """Of the workers that rules 1 and 2 allow, the one of least cost. Ties as in `least`."""
         queues, account = self._queues, self._queues.of(request.client)
         columns, price = queues.columns, self.extend_weight
         held = np.zeros(len(columns))
@@ -101,11 +100,9 @@ class D2lpmQueue(Placement):
         return least(workers, weighed).name
 
     def costs(self) -> Sequence[float]:
-        """Units; inf where the client has been sent too much beside another worker (rule 2)."""
         return self._weighed
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
-        """It is in the client's queue at `worker` from now on."""
         queues, account = self._queues, self._queues.of(request.client)
         held, column = match.of(worker), queues.columns[worker]
         pace, price = float(queues.paces[column]), self._price(request, held)
@@ -114,7 +111,6 @@ class D2lpmQueue(Placement):
         queues.begin(account, column, price * pace, max(0.0, queue - outstanding + brings * pace))
 
     def done(self, ended: Ended, now_s: float) -> None:
-        """It leaves the queue. Sent was what it took: its output as it was, nothing of its prompt if it failed."""
         request, column = ended.request, self._queues.columns[ended.worker]
         more = self.output_weight * ended.output_tokens - self._output_price(request)
         if ended.outcome == "failed":
@@ -123,28 +119,22 @@ class D2lpmQueue(Placement):
         self._queues.end(request.client, column, expected * pace, more * pace)
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
-        """Every client may use it at once, and has nothing to make up for there."""
         self._queues.worker_up(worker, capacity)
 
     def worker_changed(self, worker: str, capacity: float) -> None:
-        """What is queued there takes another time from now on."""
         self._queues.worker_changed(worker, capacity)
 
     def worker_down(self, worker: str) -> None:
-        """Forgets what was sent there."""
         self._queues.worker_down(worker)
 
     @property
     def weights(self) -> Weights:
-        """How fast a client's queue is served beside others, and how far it may be ahead at a worker."""
         return self._queues.weights
 
     def reweighed(self, client: str) -> None:
-        """Its queues are served at another pace."""
         self._queues.reweighed(client)
 
     def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """How many units each of the latest clients may be sent at each worker before rule 2 keeps it away."""
         queues, found = self._queues, dict[str, dict[str, float]]()
         for account in queues.latest(limit):
             sent = queues.sent(account)

@@ -320,7 +320,6 @@ class Preble(Placement):
         self._loads = self._window.loads
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:
-        """The cheapest holder, or the cheapest worker."""
         self._window.expire(now_s)
         if match.tokens > request.input_tokens - match.tokens:
             prefix = self._window.prefixes.get(self._important(request, match)[0])
@@ -331,7 +330,6 @@ class Preble(Placement):
         return self._cheapest(request, match, workers)
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
-        """Enters the request in the window, and rebalances."""
         self._loads[worker].add(decode_tokens=self._output_tokens(request))
         if not request.input_tokens:
             return
@@ -350,7 +348,6 @@ class Preble(Placement):
             self._rebalance(now_s)
 
     def done(self, ended: Ended, now_s: float) -> None:
-        """Takes the request's decoding off the load, and learns from its times."""
         load = self._loads[ended.worker]
         if ended.tpot_s is not None and ended.outcome == "ok":
             load.measure_tpot(ended.tpot_s)
@@ -359,11 +356,9 @@ class Preble(Placement):
             load.measure_ttft(now_s, ended.ttft_s)
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
-        """It starts without load."""
         self._window.add_worker(worker, self.first_tpot_s)
 
     def worker_down(self, worker: str) -> None:
-        """Prefixes that were used there alone get a new worker when they are next asked for."""
         self._window.remove_worker(worker)
 
     def _important(self, request: Request, match: Match) -> tuple[Key, int, int]:

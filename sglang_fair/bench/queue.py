@@ -23,12 +23,12 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any, TypeVar, cast
 
-from router.collector import collect_young_only
 from router.placement import build
 from router.placement.contract import Ended, Request
 from router.placement.deadline.rule import Deadline
 from router.placement.qlm.problem import Demand, Problem, Queue, edf, worth
 from router.placement.qlm.search import plan
+from router.process import collect_young_only
 from router.radix import Match
 from sglang_fair.bench import Show, carry_out, percentile
 from sglang_fair.common.deadlines import DEFAULT_CLASSES, Promise

@@ -36,10 +36,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from router.collector import collect_young_only
 from router.core import Router
 from router.events import Arrive, Done, Event, Load, Place, Removed, Stored, WorkerUp
 from router.placement import PLACEMENTS, build
+from router.process import collect_young_only
 from sglang_fair.bench import Show, carry_out, choose, conditions, grid, percentile
 from sglang_fair.settings import commands
 from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers

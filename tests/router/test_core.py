@@ -253,7 +253,7 @@ def test_requests_of_a_gone_peer_do_not_wait():
 
 def test_centralized_dlpm_hears_what_is_placed_and_nothing_is_known_by_what_is_given_up():
     placement, admitted = build("centralized_dlpm", slots=1), []
-    placement._dlpm.admitted = lambda job, *units: admitted.append((job.id, *units))
+    placement._dlpm.admitted = lambda job, *_: admitted.append(job.id)
     made = Router(placement, page_size=16)
     made.handle(WorkerUp("a", "http://a", "tcp://kv"), 0.0)
     ask(made, "1")
@@ -261,7 +261,7 @@ def test_centralized_dlpm_hears_what_is_placed_and_nothing_is_known_by_what_is_g
         made.handle(Arrive(request, "c", PROMPT), 0.0, b"g")
     for request in ("given up", "1", "3"):
         made.handle(Done(request), 1.0, b"g")
-    assert admitted == [("1", 64, 0), ("3", 0, 0)]
+    assert admitted == ["1", "3"]
 
 
 HOLDING = {
@@ -505,19 +505,6 @@ def test_a_worker_that_says_up_again_is_the_same_unless_it_moved():
     assert ask(made, "2").url == "http://elsewhere"
 
 
-def test_events_of_unknown_workers_are_ignored():
-    made = router("a")
-    for event in (
-        Stored("z", (1,), None, PROMPT[:64], 16),
-        Removed("z", (1,)),
-        Cleared("z"),
-        WorkerDown("z"),
-    ):
-        assert made.handle(event, 0.0) == []
-    assert counts(made)["cache event ignored"] == 3
-    assert counts(made)["worker down ignored"] == 1
-
-
 def test_capacity_divides_the_load():
     made = Router(D2lpm(worker_quantum=1e6), page_size=16)
     made.handle(WorkerUp("a", "", capacity=3.0), 0.0)
@@ -578,7 +565,7 @@ def test_loads_in_tokens_follow_the_request():
 
 @pytest.mark.slow
 def test_the_core_makes_no_garbage_in_cycles():
-    """So a process that serves it need not look for any: `router.collector`. Other threads may make some meanwhile."""
+    """So a process that serves it need not look for any: `router.process`. Other threads may make some meanwhile."""
     assert any(garbage_of_the_core() == 0 for _ in range(3))
 
 

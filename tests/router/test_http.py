@@ -1,9 +1,7 @@
 """The router's HTTP server over real sockets: who is alive, who is ready, and numbers that add up."""
 
-import asyncio
 import contextlib
 import signal
-import threading
 from collections.abc import Iterator
 
 import httpx
@@ -162,27 +160,6 @@ def test_numbers_of_queues_that_are_planned() -> None:
         assert {name for name, *_ in found} == names - {"wait_r2"}  # of which too few are known yet
         assert found["plans_asked_total",] == 0
         assert {found["plans_total", outcome] for outcome in PLAN_OUTCOMES} == {0}
-
-
-def test_many_ask_at_once_and_each_gets_its_answer() -> None:
-    async def ask(url: str) -> list[httpx.Response]:
-        async with httpx.AsyncClient(timeout=120) as client:
-            paths = ["/healthz", "/readyz", "/metrics"] * 20
-            return await asyncio.gather(*(client.get(url + path) for path in paths))
-
-    with site() as (wire, url):
-        wire.peer.tell(WorkerUp("r0", "http://r0"))
-        wait_until(lambda: get(f"{url}/readyz").status_code == 200, "ready")
-        answers = asyncio.run(ask(url))
-        assert [one.status_code for one in answers] == [200] * 60
-        assert all(("sglang_fair" in one.text) == ("metrics" in str(one.url)) for one in answers)
-
-
-def test_nothing_is_left_of_it() -> None:
-    before = threading.active_count()
-    with site():
-        assert threading.active_count() > before
-    assert threading.active_count() == before
 
 
 def test_why_a_replica_was_chosen() -> None:

@@ -650,36 +650,6 @@ def test_centralized_dlpm_follows_prefixes_and_keeps_the_bound_of_one_queue():
     assert switches < len(runs) / 2  # runs on one prefix, not turn by turn
 
 
-def test_centralized_dlpm_new_names_do_not_pay_for_the_next_ones():
-    """Regression: prompts beyond a quantum made a name known, and its output let four more in: the known client got
-    nothing. One name waits at any time and costs c units, so 1/share is 1 + newcomers + c/quantum (`dlpm`)."""
-    quantum, prompt, output = 100.0, 120, 200
-    router = centralized("a", slots=1, quantum=quantum, remembered_clients=20)
-    answers: list[str] = []
-
-    def ask(client: str, number: int) -> None:
-        tokens = ids(*[number + 9] * prompt)
-        take(router.handle(Arrive(f"{client} {number}", client, tokens), 0.0))
-
-    def take(actions) -> None:
-        answers.extend(answer.id for _, answer in actions if isinstance(answer, Place))
-
-    ask("known", 0)
-    ask("known", 1)
-    service = {"known": 0, "name": 0}
-    for number in range(2, 1500):
-        request = answers.pop()
-        kind = request.split()[0]
-        service[kind] += prompt + 2 * output
-        ask("known" if kind == "known" else f"name {number}", number)
-        if number == 2:
-            ask(f"name {number} too", number)
-        take(router.handle(Done(request, output), 0.0))
-    share = service["known"] / (service["known"] + service["name"])
-    assert share == pytest.approx(1 / (1 + 4 + 520 / quantum), rel=0.25)
-    assert len(router.placements.first._dlpm.counters()) < 200
-
-
 # -- by load alone
 
 

@@ -532,16 +532,6 @@ def test_tables_are_compared_and_what_is_missing_is_taken_over() -> None:
         )
 
 
-def test_a_placement_that_cannot_be_delivered_is_undone() -> None:
-    with wire(start=False) as w:
-        w.shell.tell(up("r0"))
-        w.shell.tell(Arrive("a", "c", b""), peer=b"nobody")
-        w.start()
-        state = w.peer.state()
-        assert (state["in_flight"], state["counts"]["ended aborted"]) == (0, 1)
-
-
-@pytest.mark.slow
 def test_any_number_of_placements_that_cannot_be_delivered_are_undone() -> None:
     """Each end frees the slot for the next that waits, and more of them wait than Python recurses."""
     core = Router(build("centralized_dlpm", slots=1), page_size=PAGE, linger_s=0.0)
