@@ -1,6 +1,7 @@
 """Completion: each shell's own script asks the command, and is offered what the program that is named would read."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,64 +93,45 @@ def test_programs_without_settings_answer_too(program: str) -> None:
     assert "--help" in ask(f"sglang-fair {program} -")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With `sglang-fair` in it."""
-    made = tmp_path_factory.mktemp("bin")
-    script = made / "sglang-fair"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m sglang_fair.cli "$@"\n')
-    script.chmod(0o755)
-    return made
-
-
-def script(folder: Path, shell: str) -> Path:
-    """That `--show-completion` prints in this shell."""
-    found = folder / f"completion.{shell}"
-    if not found.exists():
-        # Typer's own switch: the shell is named, not found among the parents of this process.
-        done = run_in(
-            folder,
-            "sglang-fair",
-            "--show-completion",
-            shell,
-            _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1",
-        )
-        found.write_text(done)
-    return found
-
-
-def run_in(folder: Path, *words: str, **environment: str) -> str:
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, timeout=60,
-        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+SHELLS = {
+    "bash": (
+        ("--norc",),
+        "COMP_WORDS=(sglang-fair cluster --placement d2lpm-q) COMP_CWORD=3\n"
+        "_sglang_fair_completion sglang-fair && echo ${COMPREPLY[@]}",
+    ),
+    "fish": (("--no-config",), "complete -C 'sglang-fair cluster --placement d2lpm-q'"),
+    # The script is for the line editor: here its function runs, and what it would offer is printed.
+    "zsh": (
+        ("-f",),
+        '_arguments() { print -r -- "$@" }\n'
+        "words=(sglang-fair cluster --placement d2lpm-q) CURRENT=4\n"
+        "_sglang_fair_completion",
+    ),
+}
 
 
 @pytest.mark.slow
-class TestShells:
-    def test_bash(self, folder: Path) -> None:
-        code = (
-            f"source {script(folder, 'bash')}\n"
-            "COMP_WORDS=(sglang-fair cluster --placement d2lpm-q) COMP_CWORD=3\n"
-            "_sglang_fair_completion sglang-fair && echo ${COMPREPLY[@]}"
-        )
-        assert run_in(folder, "bash", "--norc", "-c", code).split() == ["d2lpm-queue"]
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_script_of_a_shell_asks_the_command(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    command = tmp_path / "sglang-fair"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sglang_fair.cli "$@"\n')
+    command.chmod(0o755)
 
-    @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-    def test_fish(self, folder: Path) -> None:
-        code = f"source {script(folder, 'fish')}; complete -C 'sglang-fair cluster --placement d2lpm-q'"
-        assert run_in(folder, "fish", "--no-config", "-c", code).split() == ["d2lpm-queue"]
+    def run(*words: str) -> str:
+        env = {
+            **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path),
+            # Typer's own switch: the shell is named, not found among the parents of this process.
+            "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+        }  # fmt: skip
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
-    @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-    def test_zsh(self, folder: Path) -> None:
-        """The script is for the line editor: here its function runs, and what it would offer is printed."""
-        code = (
-            "autoload -Uz compinit && compinit -u\n"
-            f"source {script(folder, 'zsh')}\n"
-            '_arguments() { print -r -- "$@" }\n'
-            "words=(sglang-fair cluster --placement d2lpm-q) CURRENT=4\n"
-            "_sglang_fair_completion"
-        )
-        assert '"d2lpm-queue"' in run_in(folder, "zsh", "-f", "-c", code)
+    script = tmp_path / "script"
+    script.write_text(run("sglang-fair", "--show-completion", shell))
+    options, code = SHELLS[shell]
+    begin = "autoload -Uz compinit && compinit -u\n" if shell == "zsh" else ""
+    shown = run(shell, *options, "-c", f"{begin}source {script}\n{code}")
+    assert re.findall(r"[\w-]*d2lpm-q[\w-]*", shown) == ["d2lpm-queue"]
