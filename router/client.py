@@ -95,7 +95,6 @@ class _Asked:
             self._question = msgspec.structs.replace(self._question, attempt=max(1, self._question.attempt))
 
     def fail(self, why: str) -> None:
-        """No answer will come."""
         if not self.answer.done():
             self.answer.set_exception(RouterGone(why))
 

@@ -217,7 +217,6 @@ class Router:
         return self.placements.first.question(now_s)
 
     def requests_of(self, peer: bytes) -> int:
-        """How many requests `peer` has in flight."""
         return len(self.flights.of_peer(peer))
 
     def listing(self, question: str = "") -> Workers:
@@ -284,14 +283,12 @@ def _state(worker: Worker) -> str:
 
 
 def _parameters(placement: Placement) -> dict[str, object]:
-    """The parameters of a placement that is a dataclass."""
     if not is_dataclass(placement):
         return {}
     return {field.name: _plain(getattr(placement, field.name)) for field in fields(placement) if field.init}
 
 
 def _plain(value: object) -> object:
-    """`value` as JSON can represent it."""
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, float) and not isfinite(value):

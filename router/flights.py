@@ -37,7 +37,6 @@ class Flight(msgspec.Struct, eq=False):
     """Its gateway was told to cut it off."""
 
     def begin(self) -> None:
-        """Adds the request to its worker's load."""
         worker, input_tokens = self.worker, self.request.input_tokens
         self.prefill_tokens = input_tokens - self.matched_tokens
         self.decode_tokens = self.request.expected_output_tokens
@@ -71,7 +70,6 @@ class Flight(msgspec.Struct, eq=False):
         worker.count(-1)
 
     def _leave(self, decode_tokens: float) -> None:
-        """So much is left to decode, and nothing to prefill."""
         worker = self.worker
         worker.prefill_tokens -= self.prefill_tokens
         worker.decode_tokens += decode_tokens - self.decode_tokens
@@ -102,12 +100,10 @@ class Flights:
         self._record, self._counts, self._linger_s = record, counts, linger_s
 
     def settle(self, now_s: float) -> None:
-        """Releases what has lingered long enough."""
         while self.lingering and self.lingering[0][0] <= now_s:
             self._tree.release(self.lingering.popleft()[1])
 
     def begin(self, request: Request, worker: Worker, match: Match, peer: bytes, now_s: float) -> Flight:
-        """Puts a request in flight. `match` is of the tree as it is; it does not hold afterwards."""
         worker.pool.placement.placed(request, worker.name, match, now_s)
         hold = self._tree.hold(worker.name, request.tokens, request.namespace, match)
         flight = Flight(request, worker, peer, match.of(worker.name), hold, placed_s=now_s)
@@ -162,5 +158,4 @@ class Flights:
             self._suspects.forget(self.orphans.popitem(last=False)[0])
 
     def of_peer(self, peer: bytes) -> list[Flight]:
-        """Those of one gateway."""
         return [flight for flight in self.by_id.values() if flight.peer == peer]

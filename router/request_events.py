@@ -231,7 +231,6 @@ class RequestEvents:
             self._placements.weigh(event.client, event.weight, event.weight_version, self._present)
 
     def _present(self) -> set[str]:
-        """The clients that have requests here."""
         present = {flight.request.client for flight in self._flights.by_id.values()}
         present.update(request.client for request, _ in self.waiting.by_id.values())
         return present

@@ -15,7 +15,6 @@ class SharedLimit:
     """How much there is, and who holds how much of it. A client that holds nothing costs no memory."""
 
     def __init__(self, size: int) -> None:
-        """`size` is what all clients together may hold."""
         self.size = size
         self.taken = 0
         self._held: Counter[str] = Counter()
@@ -31,14 +30,12 @@ class SharedLimit:
         return True
 
     def give(self, client: str, amount: int = 1) -> None:
-        """`client` gives back what it took before."""
         self._held[client] -= amount
         self.taken -= amount
         if not self._held[client]:
             del self._held[client]
 
     def held(self, client: str) -> int:
-        """How much `client` holds."""
         return self._held[client]
 
     def most(self, count: int) -> dict[str, int]:

@@ -184,7 +184,6 @@ class Shell:
                 self._compare_workers()
 
     def state(self) -> dict[str, object]:
-        """Counters of the wire, for the snapshot."""
         return {
             "counts": dict(sorted(self._counts.items())),
             "peers": len(self._heard_s),

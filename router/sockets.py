@@ -30,7 +30,6 @@ class Reader:
         self.look()
 
     def read(self) -> None:
-        """Reads what has come."""
         self._is_called = False
         for _ in range(_MESSAGES_PER_TURN):
             if self.socket.closed or not has_come(self.socket):

@@ -221,7 +221,6 @@ class Suspects:
         return name in self._trials
 
     def placed(self, name: str, worker: str) -> None:
-        """A request goes to `worker`."""
         for other, trial in self._trials.items():
             if trial.worker == worker and other != name:
                 trial.has_company = True
@@ -232,14 +231,12 @@ class Suspects:
             self._trials[name].has_begun = True
 
     def leaves(self, worker: str, *, is_gone: bool) -> None:
-        """It drains, or is gone."""
         for trial in self._trials.values():
             if trial.worker == worker:
                 trial.is_gone |= is_gone
                 trial.is_void |= not is_gone
 
     def forget(self, name: str) -> None:
-        """Of this request nothing more is heard."""
         self.waiting.pop(name, None)
         self._trials.pop(name, None)
 
@@ -267,7 +264,6 @@ class Suspects:
         self._accuse(lost, done.id, where, now_s, is_certain=is_certain)
 
     def served(self, client: str) -> None:
-        """One of its requests was."""
         _remember(self._served, client, None)
 
     # -- what operators see and do
@@ -320,7 +316,6 @@ class Suspects:
         return NEWCOMERS if now_s < self._newcomers_until_s and client not in self._served else client
 
     def _denied(self, event: Arrive, now_s: float) -> Denial | None:
-        """Why it is not tried at all."""
         if now_s - self._convicted.get(event.fingerprint, float("-inf")) < self.quarantine_s:
             return Denial(KNOWN, "replicas ended while they had this very request: it is not tried again")
         case = self._case(event.client, now_s)

@@ -53,12 +53,10 @@ class Waiting:
         self.matches[request.id] = match
 
     def has(self, name: str, peer: bytes) -> bool:
-        """Whether request `name` of `peer` waits."""
         waiting = self.by_id.get(name)
         return waiting is not None and waiting[1] == peer
 
     def of_peer(self, peer: bytes) -> list[str]:
-        """Those that `peer` has asked about."""
         return [name for name, (_, asker) in self.by_id.items() if asker == peer]
 
     def give_up(self, name: str, now_s: float) -> bool:

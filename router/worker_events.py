@@ -78,7 +78,6 @@ class WorkerEvents:
             self.gone(event.worker, now_s)
 
     def gone(self, name: str, now_s: float) -> None:
-        """A worker that is up is gone."""
         worker = self._workers.by_name[name]
         self._flights.lose(worker, now_s)
         self._suspects.leaves(name, is_gone=True)
@@ -99,12 +98,10 @@ class WorkerEvents:
             self.drained(worker, now_s)
 
     def drained(self, worker: Worker, now_s: float) -> None:
-        """A request has ended there."""
         if worker.draining and not worker.in_flight:
             self.gone(worker.name, now_s)
 
     def health(self, event: WorkerHealth, now_s: float, peer: bytes) -> None:
-        """A peer's vote."""
         worker = self._known(event.worker, "worker health ignored")
         if worker is not None and self._workers.vote(peer, worker, ok=event.ok):
             self._health_changed(worker)
@@ -127,7 +124,6 @@ class WorkerEvents:
             self._resize()
 
     def stored(self, event: Stored, now_s: float, peer: bytes) -> None:
-        """It caches these blocks."""
         worker = self._known(event.worker, "cache event ignored")
         if worker is not None:
             namespace = worker.pool.key(event.namespace)
@@ -136,12 +132,10 @@ class WorkerEvents:
             )
 
     def removed(self, event: Removed, now_s: float, peer: bytes) -> None:
-        """It has evicted these blocks."""
         if self._known(event.worker, "cache event ignored"):
             self._tree.removed(event.worker, event.hashes)
 
     def cleared(self, event: Cleared, now_s: float, peer: bytes) -> None:
-        """Its cache is empty."""
         if self._known(event.worker, "cache event ignored"):
             self._tree.clear(event.worker)
 

@@ -105,7 +105,6 @@ class Worker:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it may get new requests."""
         return not (self.draining or self.sick or self.swapping)
 
     def change(self, **fields: object) -> None:
@@ -198,7 +197,6 @@ class WorkerTable:
         return self.by_name.get(name)
 
     def add(self, up: WorkerUp) -> Worker:
-        """A worker that was not up before."""
         assert up.worker not in self.by_name, up.worker
         self._learn_all(up.models)
         worker = Worker(up, self._pool_of(up))
@@ -252,7 +250,6 @@ class WorkerTable:
         return [worker for worker in self if self.vote(peer, worker, ok=True)]
 
     def listing(self, request_id: str, limits: Posted | None, plans: bool = False) -> Workers:
-        """The answer to `Follow`."""
         return Workers(
             request_id,
             tuple(worker.up for worker in self),
@@ -286,7 +283,6 @@ class WorkerTable:
                 self._learn(model)
 
     def _learn(self, model: str) -> None:
-        """A worker has named a model for the first time."""
         first, self._known = not self._known, self._known | {model}
         if first:  # it is what all workers so far were taken to have
             pool = self.pools[model] = self.pools.pop("")

@@ -118,7 +118,6 @@ class CentralizedDlpm(Placement):
         self._dlpm.leave(job)
 
     def _ended(self, client: str) -> None:
-        """One request fewer of `client` is waiting or in flight."""
         self._requests[client] -= 1
         if not self._requests[client]:
             del self._requests[client]

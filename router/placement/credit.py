@@ -80,7 +80,6 @@ class Credits:
             self._forget()
 
     def worker_up(self, worker: str, capacity: float) -> None:
-        """Every client has a full quantum there."""
         self._capacity[worker] = capacity
 
     def worker_changed(self, worker: str, capacity: float) -> None:
@@ -99,7 +98,6 @@ class Credits:
                 account.credit[worker] = min(self._quantum_of(client, worker), amount)
 
     def worker_down(self, worker: str) -> None:
-        """Drops all credit there."""
         del self._capacity[worker]
         for account in self._accounts.values():
             account.credit.pop(worker, None)

@@ -134,7 +134,6 @@ class WorkerLoad:
         self.typical_tpot_s = statistics.median(self._tpot_s)
 
     def measure_ttft(self, now_s: float, ttft_s: float) -> None:
-        """A first token came after `ttft_s`."""
         self._ttft.append((now_s, ttft_s))
 
     def has_slowed(self, now_s: float, window_s: float, growth: float) -> bool:

@@ -128,7 +128,6 @@ class Queues:
         self.columns = {name: number for number, name in enumerate(names)}
 
     def worker_changed(self, worker: str, capacity: float) -> None:
-        """What clients have there takes another time."""
         column = self.columns[worker]
         factor = 1 / (capacity * float(self.paces[column]))
         self.paces[column] = 1 / capacity
@@ -239,7 +238,6 @@ class Queues:
         sent[others] = np.maximum(sent[others], least)
 
     def _set(self, account: Account, column: int, outstanding: float, following: float) -> None:
-        """The client's queue at a worker; it goes from one bucket to another."""
         row, after = account.row, outstanding + following
         before = self._state.item(row, QUEUE, column)
         self._state[row, OUTSTANDING, column] = outstanding

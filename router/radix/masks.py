@@ -19,7 +19,6 @@ class WorkerBits:
         return iter(self._names)
 
     def add(self, worker: str) -> int:
-        """The bit of a new worker."""
         assert worker not in self.of, worker
         bit = 1
         while bit in self._names:

@@ -46,13 +46,11 @@ class Node:
         """The node that this one has been joined to."""
 
     def add_child(self, first_page: bytes, child: "Node") -> None:
-        """Puts `child` below this node."""
         if not self.children:
             self.children = {}
         self.children[first_page] = child
 
     def remove_child(self, first_page: bytes) -> None:
-        """Takes a child off."""
         del self.children[first_page]
         if not self.children:
             self.children = NO_CHILDREN

@@ -312,7 +312,6 @@ class RadixTree:
     # -- looking in
 
     def counters(self) -> dict[str, int]:
-        """Sizes and counts, for a snapshot."""
         return {
             "tokens": self.tokens,
             "max_tokens": self.max_tree_tokens,

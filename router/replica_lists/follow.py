@@ -45,7 +45,6 @@ class Follower:
         self._probing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Until it is cancelled."""
         loop = asyncio.get_running_loop()
         next_look_s = loop.time()
         try:

@@ -61,7 +61,6 @@ class Listing:
         return listed is not None and _identity(listed) in (_identity(up), (up.url, up.kv, ""))
 
     def __len__(self) -> int:
-        """How many are listed."""
         return len(self._listed)
 
 
