@@ -102,14 +102,15 @@ class Swaps:
         workers: WorkerTable,
         placement: Placement,
         rehome: Rehome,
+        equip: Callable[[Worker, float], None],
         flights: Callable[[], Iterable[Flight]],
         finish_s: float = FINISH_S,
     ) -> None:
-        """ValueError if `finish_s` is negative."""
+        """`equip` tells the placement what a worker has. ValueError if `finish_s` is negative."""
         if not finish_s >= 0:
             raise ValueError(f"finish_s is {finish_s}: it cannot be negative")
         self._finish_s = finish_s
-        self._workers, self._rehome, self._flights = workers, rehome, flights
+        self._workers, self._rehome, self._equip, self._flights = workers, rehome, equip, flights
         self._placement = placement if isinstance(placement, Swapping) else None
         self._swaps: dict[str, _Swap] = {}
         self._busy: list[Worker] = []
@@ -230,6 +231,11 @@ class Swaps:
         """Whether no worker has an agent."""
         return not self._swaps
 
+    def told_of(self, name: str) -> dict[str, float]:
+        """The models that a worker can load, as far as the placement is concerned."""
+        swap = self._swaps.get(name)
+        return {} if swap is None else swap.told
+
     def may_come(self, model: str, exclude: Iterable[str]) -> bool:
         """Whether a worker, other than `exclude`, may be made to load `model`."""
         if self._placement is None:
@@ -313,7 +319,7 @@ class Swaps:
         worker, swap = self._workers.get(name), self._swaps.get(name)
         if worker is None or swap is None:
             return
-        self._quiet_until_s = -inf
+        self._quiet_until_s, is_new = -inf, False
         models = tuple(swap.can_load) or worker.up.models
         self._workers.set_models(worker, models, is_swapping=swap.phase is not Phase.SERVES)
         if self._placement is not None:
@@ -322,13 +328,13 @@ class Swaps:
             can = {
                 one: took_s for one, took_s in swap.can_load.items() if one == swap.loaded or one not in later
             }
-            if swap.told != can:
-                swap.told = can
-                self._placement.can_load(name, can, now_s)
+            is_new, swap.told = swap.told != can, can
         # One that has not said its models was taken to have the only one; it has none if its agent serves none.
         has_none = not swap.served and bool(models) and worker.pool is not self._workers.nobody
-        if worker.up.loaded != swap.served or has_none:
+        if is_other := worker.up.loaded != swap.served or has_none:
             self._rehome(worker, swap.served, now_s)
+        if is_new or is_other:
+            self._equip(worker, now_s)
 
     def _order(self, name: str, swap: _Swap) -> Exchange:
         """What the worker's agent has to do."""

@@ -16,7 +16,7 @@ from router.events import (
     WorkerUp,
 )
 from router.flights import Flights
-from router.placement.contract import Holding, Placement, Swapping
+from router.placement.contract import Equipment, Holding, Placement, Swapping
 from router.radix import RadixTree
 from router.suspects import Suspects
 from router.swaps import Swaps
@@ -52,7 +52,9 @@ class WorkerEvents:
         self._throttling, self._counts, self._resizes_tree = throttling, counts, resizes_tree
         self._announced: list[Worker] = []
         """The workers that a `Swapping` placement knows to take requests."""
-        self.swaps = Swaps(workers, placement, self._rehome, lambda: list(flights.by_id.values()), finish_s)
+        self.swaps = Swaps(
+            workers, placement, self._rehome, self._equip, lambda: list(flights.by_id.values()), finish_s
+        )
 
     def up(self, event: WorkerUp, now_s: float, peer: bytes) -> None:
         """It is up, or what is known of it has changed. At another address, or with another model, it is a new one."""
@@ -180,13 +182,13 @@ class WorkerEvents:
         """Tells a `Swapping` placement what the worker has."""
         if self._swapping is None:
             return
-        self._swapping.equip(
-            worker.name,
-            loaded=None if worker.pool is self._workers.nobody else worker.pool.model,
-            kv_tokens=worker.up.kv_tokens or None,
-            chunk_tokens=worker.up.chunk_tokens or None,
-            now_s=now_s,
+        has = Equipment(
+            None if worker.pool is self._workers.nobody else worker.pool.model,
+            self.swaps.told_of(worker.name),
+            worker.up.kv_tokens or None,
+            worker.up.chunk_tokens or None,
         )
+        self._swapping.equip(worker.name, has, now_s)
 
     def _resize(self) -> None:
         """The tree evicts nothing before the workers do."""
@@ -205,7 +207,6 @@ class WorkerEvents:
         self._tree.clear(worker.name)
         if self._swapping is not None:
             self._workers.set_loaded(worker, model)
-            self._swapping.loaded(worker.name, model or None, now_s)
             return
         self._placement_of(worker).worker_down(worker.name)
         self._workers.set_loaded(worker, model)

@@ -104,6 +104,7 @@ _FEEDERS = _table("feeders", sa.Column("owner", sa.Text, primary_key=True), sa.C
 _F, _B, _I, _P, _O = (one.c for one in (_FILES, _BATCHES, _ITEMS, _PARTS, _FEEDERS))
 
 _FILE = [_F[name] for name in StoredFile.__struct_fields__]
+_NO_COUNTS = dict.fromkeys(("total", "completed", "failed", "output_bytes", "error_bytes"), 0)
 _BATCH = [_B[name] for name in ("seq", "status", "total", "completed", "failed", "about")]
 
 
@@ -216,17 +217,9 @@ class Store:
 
     def add_batch(self, batch: StoredBatch) -> None:
         """It is to be validated."""
-        about = msgspec.json.encode(batch)
+        named = {name: getattr(batch, name) for name in ("id", "client", "status")}
         with self._commit() as db:
-            counts = dict.fromkeys(("total", "completed", "failed", "output_bytes", "error_bytes"), 0)
-            values = {
-                "id": batch.id,
-                "client": batch.client,
-                "status": batch.status,
-                "about": about,
-                **counts,
-            }
-            db.execute(_BATCHES.insert().values(values))
+            db.execute(_BATCHES.insert().values(**named, about=msgspec.json.encode(batch), **_NO_COUNTS))
 
     def batch(self, client: str, name: str) -> StoredBatch | None:
         """The batch of this id."""
@@ -283,20 +276,11 @@ class Store:
         with self._commit() as db:
             if not _is_validating(db, batch, owner):
                 return False
-            base, left = _base(db, batch), dict.fromkeys((one.model for one in items), 0)
-            rows = []
-            for one in items:
-                left[one.model] += 1
-                rows.append(
-                    {
-                        "id": base + one.number,
-                        "model": one.model,
-                        "custom_id": one.custom_id,
-                        "content": one.body,
-                    }
-                )
-            _many(db, _NEW, rows)
-            for model, count in left.items():
+            base = _base(db, batch)
+            names = ("id", "model", "custom_id", "content")
+            rows = ((base + one.number, one.model, one.custom_id, one.body) for one in items)
+            _many(db, _NEW, [dict(zip(names, row, strict=True)) for row in rows])
+            for model, count in Counter(one.model for one in items).items():
                 if not _add_to_part(db, base, model, count):
                     db.execute(_PARTS.insert().values(batch=base // MOST_NUMBER, model=model, left=count))
             total = _B.total + len(items)
@@ -578,8 +562,7 @@ def _write(db: Connection, batch: StoredBatch) -> StoredBatch:
 def _forget_items(db: Connection, base: int) -> None:
     db.execute(_ITEMS.delete().where(_of(base)))
     db.execute(_PARTS.delete().where(_P.batch == base // MOST_NUMBER))
-    none = dict.fromkeys(("total", "completed", "failed", "output_bytes", "error_bytes"), 0)
-    db.execute(_BATCHES.update().where(_B.seq == base // MOST_NUMBER).values(none))
+    db.execute(_BATCHES.update().where(_B.seq == base // MOST_NUMBER).values(_NO_COUNTS))
 
 
 def _add_to_part(db: Connection, base: int, model: str, more: int) -> bool:

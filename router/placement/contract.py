@@ -6,7 +6,7 @@ A placement answers one question: which worker for this request? Loads come with
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -176,6 +176,19 @@ class Holding(Protocol):
         ...
 
 
+class Equipment(NamedTuple):
+    """What a worker has."""
+
+    loaded: str | None
+    """The model; None: none that can serve, because it loads one."""
+    swap_s: Mapping[str, float] = {}
+    """The models that it can load, its own among them, each with about how many seconds that takes. Empty without an
+    agent."""
+    kv_tokens: int | None = None
+    """Of its cache; None: not known, or as before."""
+    chunk_tokens: int | None = None
+
+
 @runtime_checkable
 class Swapping(Protocol):
     """What a placement that holds requests adds that says which models workers load.
@@ -185,18 +198,9 @@ class Swapping(Protocol):
     wanted is not always done: a model that could not be loaded is not tried again for some time.
     """
 
-    def equip(
-        self,
-        worker: str,
-        *,
-        loaded: str | None,
-        kv_tokens: int | None,
-        chunk_tokens: int | None,
-        now_s: float,
-    ) -> None:
-        """What a worker that is up has: the model that is `loaded` (None: none that can serve), tokens of its KV cache
-        and of a prefill chunk (None: not known, or as before). Told after each `worker_up`, and when something
-        changes. What it can load is said by `can_load`."""
+    def equip(self, worker: str, has: "Equipment", now_s: float) -> None:
+        """What a worker that is up has: after each `worker_up`, and when something changes. Nothing is in flight there
+        when it has another model."""
         ...
 
     def taking(self, workers: Collection[str]) -> None:
@@ -209,15 +213,6 @@ class Swapping(Protocol):
 
     def next_models(self, worker: str) -> Sequence[str]:
         """The models that it is going to need after that, soonest first."""
-        ...
-
-    def loaded(self, worker: str, model: str | None, now_s: float) -> None:
-        """It serves this model from here on; None: none, because it loads one. Nothing is in flight there."""
-        ...
-
-    def can_load(self, worker: str, swap_s: Mapping[str, float], now_s: float) -> None:
-        """It can load these models, its own among them, each in about so many seconds. None are left when its agent
-        is gone."""
         ...
 
 

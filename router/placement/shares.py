@@ -132,11 +132,6 @@ class Shares:
                 account.models[name] = account.models.get(name, 0) + account.models.pop(model)
                 self._stand(account)
 
-    def lead(self, client: str) -> float:
-        """How far a client is beyond virtual time with all that it has waiting, in units per weight."""
-        account = self._clients.get(client)
-        return 0.0 if account is None else max(0.0, account.start + account.waiting - self.virtual)
-
     def __len__(self) -> int:
         """Clients that are remembered."""
         return len(self._clients)

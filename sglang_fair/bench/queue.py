@@ -24,7 +24,7 @@ from random import Random
 from typing import Annotated, Any, TypeVar, cast
 
 from router.placement import build
-from router.placement.contract import Ended, Request
+from router.placement.contract import Ended, Equipment, Request
 from router.placement.deadline.rule import Deadline
 from router.placement.qlm.problem import Demand, Problem, Queue, edf, worth
 from router.placement.qlm.search import plan
@@ -104,14 +104,9 @@ class Site:
         self.now_s, self._rng, self._count = 0.0, Random(seed), 0
         for view in self.views:
             self.placement.worker_up(view.name)
-            self.placement.equip(
-                view.name,
-                loaded=self.models[view.name],
-                kv_tokens=KV_TOKENS,
-                chunk_tokens=CHUNK_TOKENS,
-                now_s=0.0,
-            )
-            self.placement.can_load(view.name, {f"m{at}": 8.0 for at in range(MODELS)}, 0.0)
+            swap_s = {f"m{at}": 8.0 for at in range(MODELS)}
+            has = Equipment(self.models[view.name], swap_s, KV_TOKENS, CHUNK_TOKENS)
+            self.placement.equip(view.name, has, 0.0)
         self.placement.taking([view.name for view in self.views])
 
     def request(self) -> Request:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.contract import Ended, Request
+from router.placement.contract import Ended, Equipment, Request
 from router.placement.deadline.line import SLICES, Job, Line
 from router.placement.deadline.models import Models, in_time
 from router.placement.deadline.replica import Replica
@@ -64,10 +64,8 @@ class Driver:
         self.rule.taking(list(self.has))
 
     def equip(self, name: str) -> None:
-        self.rule.equip(name, loaded=self.has[name], kv_tokens=KV, chunk_tokens=CHUNK, now_s=self.now_s)
-        self.rule.can_load(
-            name, dict.fromkeys(self.models, self.swap_s) if len(self.models) > 1 else {}, self.now_s
-        )
+        swap_s = dict.fromkeys(self.models, self.swap_s) if len(self.models) > 1 else {}
+        self.rule.equip(name, Equipment(self.has[name], swap_s, KV, CHUNK), self.now_s)
 
     def down(self, name: str) -> None:
         """It dies; who it had comes again."""
@@ -131,7 +129,7 @@ class Driver:
                 self.has[name] = None
                 self.swapping_s[name] += self.swap_s
                 self.views[name].free_s = self.now_s + self.swap_s
-                self.rule.loaded(name, None, self.now_s)
+                self.equip(name)
 
     def run(self, until_s: float, each: Callable[[float], None] = lambda _: None) -> None:
         while self.now_s < until_s:
@@ -144,7 +142,6 @@ class Driver:
                 if at_s <= self.now_s and not name.startswith("again"):
                     del self.comes[name]
                     self.has[name] = model
-                    self.rule.loaded(name, model, self.now_s)
                     self.equip(name)
             self.pump()
 
@@ -294,12 +291,11 @@ def test_a_replica_that_cannot_load_a_model_any_more_goes_on_with_its_own() -> N
     driver.ask(a_request(5.0, model="b"))
     driver.comes.clear()
     driver.has["w0"] = "a"
-    driver.rule.loaded("w0", "a", 0.0)
-    driver.rule.can_load("w0", {"a": 1.0}, 0.0)
+    driver.rule.equip("w0", Equipment("a", {"a": 1.0}), 0.0)
     driver.run(60.0, lambda now_s: driver.ask(a_request(5.0, now_s, size=80)))
     assert driver.has["w0"] == "a"
     assert {request.model for _, request, _ in driver.sent} == {"a"}
-    driver.rule.can_load("w0", {"a": 1.0, "b": 1.0}, 60.0)
+    driver.rule.equip("w0", Equipment("a", {"a": 1.0, "b": 1.0}), 60.0)
     driver.run(70.0)
     assert driver.waiting == {}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.placement.contract import Request
+from router.placement.contract import Equipment, Request
 from router.radix import RadixTree
 from sglang_fair.common.deadlines import Promise
 from workloads.deadlines.measures import attained, by, measure, percentile
@@ -294,8 +294,7 @@ def with_workers(
     placement = BASELINES[name](**options)
     for number in range(count):
         placement.worker_up(f"r{number}")
-        placement.equip(f"r{number}", loaded=models[0], kv_tokens=kv_tokens, chunk_tokens=0, now_s=0.0)
-        placement.can_load(f"r{number}", dict.fromkeys(models, 2.0), 0.0)
+        placement.equip(f"r{number}", Equipment(models[0], dict.fromkeys(models, 2.0), kv_tokens, 0), 0.0)
     return placement
 
 
@@ -323,16 +322,16 @@ def test_edf_wants_the_model_of_the_next_deadline_and_sends_it_first():
     placement.place(a_request(1, 20.0, "m"), NO_MATCH, (), 0.0)
     assert pulled(placement) == []
     assert placement.wanted("r0") == "n"
-    placement.loaded("r0", None, 0.0)
+    placement.equip("r0", Equipment(None, {"m": 2.0, "n": 2.0}), 0.0)
     assert pulled(placement) == []
-    placement.loaded("r0", "n", 2.0)
+    placement.equip("r0", Equipment("n", {"m": 2.0, "n": 2.0}), 2.0)
     assert pulled(placement, 2.0) == [("0", "r0")]
     assert placement.wanted("r0") == "m"
 
 
 def test_with_the_loaded_model_first_edf_swaps_only_if_nobody_has_it():
     placement = with_workers("edf", count=2, models=("m", "n"), prefers_loaded=True)
-    placement.loaded("r1", "n", 0.0)
+    placement.equip("r1", Equipment("n", {"m": 2.0, "n": 2.0}), 0.0)
     for number in range(4):
         placement.place(a_request(number, number, "mn"[number % 2]), NO_MATCH, (), 0.0)
     assert pulled(placement) == [("0", "r0"), ("1", "r1"), ("2", "r0"), ("3", "r1")]

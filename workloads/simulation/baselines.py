@@ -18,7 +18,7 @@ from math import inf
 from random import Random
 from typing import ClassVar
 
-from router.placement.contract import Ended, May, Placement, Request, WorkerView
+from router.placement.contract import Ended, Equipment, May, Placement, Request, WorkerView
 from router.radix import Match
 
 Entry = tuple[tuple[float, int], Request]
@@ -67,30 +67,15 @@ class _Queueing(Placement):
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
         self.places[worker] = Place(worker)
 
-    def equip(
-        self,
-        worker: str,
-        *,
-        loaded: str | None,
-        kv_tokens: int | None,
-        chunk_tokens: int | None,
-        now_s: float,
-    ) -> None:
+    def equip(self, worker: str, has: Equipment, now_s: float) -> None:
         place = self.places[worker]
-        place.loaded = loaded
-        place.kv_tokens = place.kv_tokens if kv_tokens is None else kv_tokens
-        place.chunk_tokens = place.chunk_tokens if chunk_tokens is None else chunk_tokens
+        place.loaded, place.swap_s = has.loaded, has.swap_s
+        place.kv_tokens = place.kv_tokens if has.kv_tokens is None else has.kv_tokens
+        place.chunk_tokens = place.chunk_tokens if has.chunk_tokens is None else has.chunk_tokens
+        if place.loaded == place.target:
+            place.target = None
 
     def taking(self, workers: Collection[str]) -> None: ...
-
-    def can_load(self, worker: str, swap_s: Mapping[str, float], now_s: float) -> None:
-        self.places[worker].swap_s = swap_s
-
-    def loaded(self, worker: str, model: str | None, now_s: float) -> None:
-        place = self.places[worker]
-        place.loaded = model
-        if model == place.target:
-            place.target = None
 
     def wanted(self, worker: str) -> str | None:
         place = self.places[worker]

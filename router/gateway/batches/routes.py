@@ -40,57 +40,38 @@ LEAST_EXPIRY_S = 3600
 CONTENT_TYPE = "application/octet-stream"
 
 
-FILE_ERRORS = (400, 401, 404, 408, 409, 413, 429, 503)
+ERRORS = (400, 401, 404, 408, 409, 413, 429, 503)
 UPLOAD = Operation(
-    "POST",
-    "/v1/files",
-    "Upload the requests of a batch.",
-    FileObject,
-    FILE_ERRORS,
-    body=NewFile,
-    sent="multipart/form-data",
-)
-FILES = Operation("GET", "/v1/files", "The sender's files.", FileList, FILE_ERRORS, query=FilesQuery)
-FILE = Operation("GET", "/v1/files/{id}", "A file.", FileObject, FILE_ERRORS, where=FileId)
-REMOVE = Operation("DELETE", "/v1/files/{id}", "Delete a file.", FileDeleted, FILE_ERRORS, where=FileId)
+    "POST", "/v1/files", "Upload the requests of a batch.", FileObject, ERRORS,
+    body=NewFile, sent="multipart/form-data",
+)  # fmt: skip
+FILES = Operation("GET", "/v1/files", "The sender's files.", FileList, ERRORS, query=FilesQuery)
+FILE = Operation("GET", "/v1/files/{id}", "A file.", FileObject, ERRORS, where=FileId)
+REMOVE = Operation("DELETE", "/v1/files/{id}", "Delete a file.", FileDeleted, ERRORS, where=FileId)
 CONTENT = Operation(
-    "GET",
-    "/v1/files/{id}/content",
-    "What is in a file.",
-    errors=FILE_ERRORS,
-    where=FileId,
-    content={CONTENT_TYPE: None},
-)
+    "GET", "/v1/files/{id}/content", "What is in a file.", errors=ERRORS,
+    where=FileId, content={CONTENT_TYPE: None},
+)  # fmt: skip
 CREATE = Operation(
-    "POST", "/v1/batches", "Have the requests of a file answered.", BatchObject, FILE_ERRORS, body=NewBatch
+    "POST", "/v1/batches", "Have the requests of a file answered.", BatchObject, ERRORS, body=NewBatch
 )
-BATCHES = Operation("GET", "/v1/batches", "The sender's batches.", BatchList, FILE_ERRORS, query=BatchesQuery)
-BATCH = Operation("GET", "/v1/batches/{id}", "A batch.", BatchObject, FILE_ERRORS, where=BatchId)
+BATCHES = Operation("GET", "/v1/batches", "The sender's batches.", BatchList, ERRORS, query=BatchesQuery)
+BATCH = Operation("GET", "/v1/batches/{id}", "A batch.", BatchObject, ERRORS, where=BatchId)
 CANCEL = Operation(
-    "POST",
-    "/v1/batches/{id}/cancel",
-    "Answer no more of a batch's requests.",
-    BatchObject,
-    FILE_ERRORS,
+    "POST", "/v1/batches/{id}/cancel", "Answer no more of a batch's requests.", BatchObject, ERRORS,
     where=BatchId,
-)
+)  # fmt: skip
 OPERATIONS = (UPLOAD, FILES, FILE, REMOVE, CONTENT, CREATE, BATCHES, BATCH, CANCEL)
 
 
 def routes(gateway: Gateway, files: Files) -> list[Route]:
     """They raise `ApiError`."""
     asked = _Asked(gateway, files)
-    return [
-        UPLOAD.route(asked.upload),
-        FILES.route(asked.list_files),
-        FILE.route(asked.file),
-        REMOVE.route(asked.remove),
-        CONTENT.route(asked.content),
-        CREATE.route(asked.create),
-        BATCHES.route(asked.list_batches),
-        BATCH.route(asked.batch),
-        CANCEL.route(asked.cancel),
-    ]
+    answers = (
+        asked.upload, asked.list_files, asked.file, asked.remove, asked.content,
+        asked.create, asked.list_batches, asked.batch, asked.cancel,
+    )  # fmt: skip
+    return [operation.route(answer) for operation, answer in zip(OPERATIONS, answers, strict=True)]
 
 
 class _Asked:
@@ -170,7 +151,7 @@ class _Asked:
             newest_first=query.order == "desc",
         )  # fmt: skip
         if found is None:
-            raise _no_file(query.after or "")
+            raise _missing("file", query.after)
         data = [FileObject.of(file) for file in found[:limit]]
         return json_response(FileList(data, *_ends([one.id for one in data]), len(found) > limit))
 
@@ -180,7 +161,7 @@ class _Asked:
     async def remove(self, request: Request) -> Response:
         client, name = self._client(request), request.path_params["id"]
         if not await self._files.run(self._files.store.remove_file, client, name):
-            raise _no_file(name)
+            raise _missing("file", name)
         await self._files.run(self._files.blobs.remove, name)
         return json_response(FileDeleted(name))
 
@@ -193,7 +174,7 @@ class _Asked:
         client, name = self._client(request), request.path_params["id"]
         file = await self._files.run(self._files.store.file, client, name)
         if file is None:
-            raise _no_file(name)
+            raise _missing("file", name)
         return file
 
     async def _uploaded(self, file: StoredFile) -> AsyncIterator[bytes]:
@@ -217,7 +198,7 @@ class _Asked:
             raise ApiError(400, f"not a batch: {error}", code="invalid_batch") from error
         file = await files.run(files.store.file, client, asked.input_file_id)
         if file is None or file.purpose != "batch":
-            raise _no_file(asked.input_file_id)
+            raise _missing("file", asked.input_file_id)
         are_open = await files.run(files.store.open_batches)
         if sum(one.client == client for one in are_open) >= MOST_OPEN_BATCHES:
             raise overloaded(f"{MOST_OPEN_BATCHES} batches of this client are not over yet")
@@ -242,10 +223,10 @@ class _Asked:
 
     async def list_batches(self, request: Request) -> Response:
         client, query = self._client(request), BATCHES.asked(request, BatchesQuery)
-        limit, after = query.limit, query.after
-        found = await self._files.run(self._files.store.batches, client, after=after, limit=limit + 1)
+        store, limit = self._files.store, query.limit
+        found = await self._files.run(store.batches, client, after=query.after, limit=limit + 1)
         if found is None:
-            raise _no_batch(after or "")
+            raise _missing("batch", query.after)
         data = [BatchObject.of(batch) for batch in found[:limit]]
         return json_response(BatchList(data, *_ends([one.id for one in data]), len(found) > limit))
 
@@ -253,14 +234,14 @@ class _Asked:
         client, name = self._client(request), request.path_params["id"]
         found = await self._files.run(self._files.store.batch, client, name)
         if found is None:
-            raise _no_batch(name)
+            raise _missing("batch", name)
         return json_response(BatchObject.of(found))
 
     async def cancel(self, request: Request) -> Response:
         client, name = self._client(request), request.path_params["id"]
         found = await self._files.run(self._files.store.cancel, client, name, int(time.time()))
         if found is None:
-            raise _no_batch(name)
+            raise _missing("batch", name)
         if found.is_over and found.status != "cancelled":
             raise ApiError(409, f"the batch is {found.status} already", code="batch_is_over")
         return json_response(BatchObject.of(found))
@@ -296,9 +277,5 @@ def _too_much(most_bytes: int) -> ApiError:
     )
 
 
-def _no_file(name: str) -> ApiError:
-    return ApiError(404, f"there is no file {name[:100]!r}", code="file_not_found")
-
-
-def _no_batch(name: str) -> ApiError:
-    return ApiError(404, f"there is no batch {name[:100]!r}", code="batch_not_found")
+def _missing(what: str, name: str | None) -> ApiError:
+    return ApiError(404, f"there is no {what} {(name or '')[:100]!r}", code=f"{what}_not_found")

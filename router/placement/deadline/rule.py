@@ -26,7 +26,7 @@ from math import inf
 
 from msgspec import structs
 
-from router.placement.contract import Ended, May, Placement, Request, WorkerView
+from router.placement.contract import Ended, Equipment, May, Placement, Request, WorkerView
 from router.placement.deadline.line import Job, Line
 from router.placement.deadline.models import LOOK_S, Models
 from router.placement.deadline.replica import Replica
@@ -200,25 +200,24 @@ class Deadline(Placement):
         self._absent(gone.loaded)
         self._equipped()
 
-    def equip(
-        self,
-        worker: str,
-        *,
-        loaded: str | None,
-        kv_tokens: int | None,
-        chunk_tokens: int | None,
-        now_s: float,
-    ) -> None:
-        """What it has. One that could not load what it was to load keeps its model."""
-        replica = self.replicas[worker]
-        replica.kv_tokens = kv_tokens or replica.kv_tokens
-        replica.chunk_tokens = replica.chunk_tokens if chunk_tokens is None else chunk_tokens
-        if replica.loaded != loaded:
-            if replica.loaded == "" and loaded is not None:
-                self._rename(loaded)
-            self.loaded(worker, loaded, now_s)
-        if loaded is not None and kv_tokens:
-            self._line(loaded).kv_tokens = kv_tokens
+    def equip(self, worker: str, has: Equipment, now_s: float) -> None:
+        """One that could not load what it was to load keeps its model."""
+        replica, model, had = self.replicas[worker], has.loaded, self.replicas[worker].loaded
+        replica.kv_tokens = has.kv_tokens or replica.kv_tokens
+        replica.chunk_tokens = replica.chunk_tokens if has.chunk_tokens is None else has.chunk_tokens
+        replica.swap_s = has.swap_s
+        if replica.target is not None and replica.target not in has.swap_s:
+            replica.target = None
+        if model is not None:
+            line = self._line(model)
+            line.kv_tokens = has.kv_tokens or line.kv_tokens
+            if line.left_s is not None:
+                line.absence_s, line.left_s = now_s - line.left_s, None
+        if had != model:
+            if had == "" and model is not None:
+                self._rename(model)
+            replica.has(model, now_s)
+            self._absent(had)
         self._equipped()
 
     def taking(self, workers: Collection[str]) -> None:
@@ -226,14 +225,6 @@ class Deadline(Placement):
         for replica in self.replicas.values():
             replica.takes = replica.name in workers
         self._ready.update(dict.fromkeys(self.replicas))
-
-    def can_load(self, worker: str, swap_s: Mapping[str, float], now_s: float) -> None:
-        """It may be given these."""
-        replica = self.replicas[worker]
-        replica.swap_s = dict(swap_s)
-        if replica.target is not None and replica.target not in swap_s:
-            replica.target = None
-        self._equipped()
 
     def wanted(self, worker: str) -> str | None:
         """Its target, at once if that is urgent, else when nothing runs there."""
@@ -245,19 +236,6 @@ class Deadline(Placement):
         can, has = self.replicas[worker].swap_s, self.replicas[worker].loaded
         wait = [model for model in can if model != has and self._line(model).count]
         return sorted(wait, key=lambda model: -self.lines[model].tokens)
-
-    def loaded(self, worker: str, model: str | None, now_s: float) -> None:
-        """It has this model now; None: it loads one."""
-        replica = self.replicas[worker]
-        had = replica.loaded
-        replica.has(model, now_s)
-        if model is not None:
-            line = self._line(model)
-            if line.left_s is not None:
-                line.absence_s, line.left_s = now_s - line.left_s, None
-        if had != model:
-            self._absent(had)
-        self._equipped()
 
     # -- what people see
 

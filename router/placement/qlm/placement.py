@@ -20,14 +20,12 @@ more than it can hold. Prefixes that are cached count for requests that are sent
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite
 from operator import attrgetter
 
-from msgspec import structs
-
-from router.placement.contract import Ended, May, Placement, Request, WorkerView
+from router.placement.contract import Ended, Equipment, May, Placement, Request, WorkerView
 from router.placement.qlm.estimate import Estimator
 from router.placement.qlm.groups import Group, Groups
 from router.placement.qlm.problem import Orders, Slot, edf
@@ -39,8 +37,8 @@ from sglang_fair.common.deadlines import DEFAULT_CLASSES, Promise
 
 MOST_GROUPS = 20
 """Of a worker that are listed."""
-_PREDICTED = 16
-"""Of so many that wait, the wait of one is predicted, for R²."""
+_PREDICTED_S = 0.25
+"""The wait of one request in so long is predicted, for R²."""
 _FASTER = 0.1
 """Weight of the last one in a mean."""
 _CHANGED = 1.25
@@ -88,7 +86,7 @@ class Qlm(Placement):
         self._views: dict[str, WorkerView] = {}
         self._viewed: Sequence[WorkerView] = ()
         self._now_s = 0.0
-        self._arrivals = 0
+        self._predicts_s = -inf
         self._looks_s = -inf
         self._late = self._late_first = frozenset[str]()
         """Workers that were late at the last two looks, and at the last."""
@@ -116,9 +114,10 @@ class Qlm(Placement):
         self._waiting[request.id] = request, now_s
         self.queues.groups.add(request, promise)
         self.queues.settle()
-        self._arrivals += 1
-        if not self._arrivals % _PREDICTED and (wait := self.queues.wait(request.id, now_s)) is not None:
-            self.queues.estimator.predict(request.id, wait.mean_s)
+        if now_s >= self._predicts_s:
+            self._predicts_s = now_s + _PREDICTED_S
+            if (wait := self.queues.wait(request.id, now_s)) is not None:
+                self.queues.estimator.predict(request.id, wait.mean_s)
         return None
 
     def next(
@@ -189,27 +188,21 @@ class Qlm(Placement):
         self._all_ready()
         self._ready.pop(worker, None)
 
-    def equip(
-        self,
-        worker: str,
-        *,
-        loaded: str | None,
-        kv_tokens: int | None,
-        chunk_tokens: int | None,
-        now_s: float,
-    ) -> None:
+    def equip(self, worker: str, has: Equipment, now_s: float) -> None:
         """Its queue stays, but for what it cannot serve any more."""
-        made = self.queues.workers[worker]
+        made, loaded = self.queues.workers[worker], has.loaded
         if made.loaded == "" != loaded and loaded is not None:  # the only model that there was has a name
             for request, since_s in [one for one in self._waiting.values() if one[0].model == ""]:
                 promise = self.queues.groups.entries[request.id].promise
                 self.queues.ended(request.id)
-                self._waiting[request.id] = structs.replace(request, model=loaded), since_s
+                self._waiting[request.id] = replace(request, model=loaded), since_s
                 self.queues.groups.add(self._waiting[request.id][0], promise)
             self.queues.settle()
-        made.kv_tokens = kv_tokens or made.kv_tokens
-        made.chunk_tokens = made.chunk_tokens if chunk_tokens is None else chunk_tokens
-        self.queues.equip(worker, loaded, made.swap_s)
+        elif made.loaded != loaded:
+            self.queues.loaded(worker, loaded)
+        made.kv_tokens = has.kv_tokens or made.kv_tokens
+        made.chunk_tokens = made.chunk_tokens if has.chunk_tokens is None else has.chunk_tokens
+        self.queues.equip(worker, loaded, has.swap_s)
         self._all_ready()
 
     def taking(self, workers: Collection[str]) -> None:
@@ -226,16 +219,6 @@ class Qlm(Placement):
         waiting = self.queues.waiting(self.queues.workers[worker])
         models = dict.fromkeys(group.kind.model for group in waiting)
         return [model for model in models if model != self.queues.workers[worker].loaded]
-
-    def loaded(self, worker: str, model: str | None, now_s: float) -> None:
-        """It has this model; None: it loads one."""
-        self.queues.loaded(worker, model)
-        self._all_ready()
-
-    def can_load(self, worker: str, swap_s: Mapping[str, float], now_s: float) -> None:
-        """Groups of these models may come into its queue."""
-        self.queues.equip(worker, self.queues.workers[worker].loaded, dict(swap_s))
-        self._all_ready()
 
     # -- planning
 

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.contract import Ended, Request
+from router.placement.contract import Ended, Equipment, Request
 from router.placement.qlm import Qlm
 from router.placement.qlm.search import Answer
 from router.radix import Match
@@ -22,7 +22,7 @@ def test_each_request_leaves_once_and_sending_again_gains_nothing(seed: int) -> 
     views = {name: View(name) for name in "vw"}
     for name in views:
         qlm.worker_up(name)
-        qlm.equip(name, loaded="a", kv_tokens=1_000, chunk_tokens=100, now_s=0.0)
+        qlm.equip(name, Equipment("a", kv_tokens=1_000, chunk_tokens=100), 0.0)
     qlm.taking(sorted(views))
     waiting: dict[str, Request] = {}
     running: dict[str, tuple[Request, str]] = {}
