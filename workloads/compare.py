@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 
 from sglang_fair.models.catalog import EMULATED
 from sglang_fair.settings import table
-from sglang_fair.settings.commands import Option, PassedOn, run
+from sglang_fair.settings.commands import Option, PassedOn, command, run
 from sglang_fair.settings.program import option_of
 from sglang_fair.sim.gpu_clock import in_words
 from workloads.clients import SCENARIOS, SMALL, Scale
@@ -229,7 +229,7 @@ def spawn(case: CompareOptions, folder: Path) -> StartCluster:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    return run(options.command(CompareOptions, compare), NAME, arguments, epilog=EPILOG)
+    return run(command(CompareOptions, compare), NAME, arguments, epilog=EPILOG)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from sglang_fair.bench import print_line
 from sglang_fair.core.cost import Cost, describe, make_cost
-from sglang_fair.settings.commands import Option, run
+from sglang_fair.settings.commands import Option, command, run
 from workloads import wire
 from workloads.datasets import read_codec
 from workloads.driver import Driver, Endpoint
@@ -33,7 +33,6 @@ from workloads.fairness_report import fairness_report, render
 from workloads.load import ClientLoad, LoadOptions, RunOption
 from workloads.programs import TextCodec
 from workloads.records import Manifest, Records, stamp
-from workloads.runs.options import command
 from workloads.session import Plan
 from workloads.terminal import make_console, progress_view
 

@@ -18,8 +18,8 @@ other clients has a short request in flight from beginning to end.
   counted once however many workers hold it. Block hashes and nodes are included.
 
 Times are CPU time of the thread, of the calls during which no other process took the processor: cold caches after
-that are not the decision's fault. `preempted` counts the other calls. `wall_us_p50` and `wall_us_p99` are wall-clock
-times of all calls. Python's garbage collector is set as in the router's own process.
+that are not the decision's fault. `preempted` counts the other calls. Python's garbage collector is set as in the
+router's own process.
 """
 
 import gc
@@ -31,6 +31,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ from router.placement import PLACEMENTS, build
 from router.process import collect_young_only
 from sglang_fair.bench import Show, carry_out, choose, conditions, grid, percentile
 from sglang_fair.settings import commands
-from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers
+from sglang_fair.settings.commands import Numbers, Option, numbers
 
 PAGE = 16
 HEADS = 16
@@ -61,26 +62,47 @@ LOAD_EVERY = 100
 PROMPT_TOKENS, WORKERS = Numbers(1_000, 10_000, 100_000), Numbers(8, 64)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What is measured. ValueError if the tree cannot hold the heads of the prompts."""
-
-    placements: tuple[str, ...]
-    prompt_tokens: tuple[int, ...]
-    workers: tuple[int, ...]
-    tree_tokens: int
-    decisions: int
-    """Of each placement, prompt length and number of workers."""
-    seed: int
-    outstanding: int = 0
-    """Other clients, each with a request in flight."""
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the last line to FILE too.")] = None
+    quick: Annotated[bool, Option("--quick", help="A small tree and fewer decisions: under two minutes.")] = (
+        False
+    )
+    placements: Annotated[str | None, Option(metavar="A,B", help="Only these.", show_default="all")] = None
+    prompt_tokens: Annotated[Numbers, numbers("Prompt lengths.")] = PROMPT_TOKENS
+    workers: Annotated[Numbers, numbers("Numbers of workers.")] = WORKERS
+    tree_tokens: Annotated[
+        int | None,
+        Option(min=1, metavar="N", help="Size of the tree.", show_default="10 million; 2 if quick"),
+    ] = None
+    decisions: Annotated[
+        int | None,
+        Option(
+            min=1, metavar="N", help="Decisions in a row of the table.", show_default="3000; 500 if quick"
+        ),
+    ] = None
+    seed: Annotated[int, Option(help="Of the traffic.")] = 1
+    outstanding: Annotated[
+        int, Option(min=0, metavar="N", help="Other clients, each with a request in flight.")
+    ] = 0
 
     def __post_init__(self) -> None:
         if min(self.prompt_tokens) < 4 * PAGE:
             raise ValueError(f"--prompt-tokens must be at least {4 * PAGE}")
         heads = HEADS * sum(self.prompt_tokens) // 2
-        if self.tree_tokens < heads:
+        if self.size < heads:
             raise ValueError(f"--tree-tokens must hold the heads of all prompts: at least {heads}")
+        choose(self.placements, PLACEMENTS, "placement")
+
+    @property
+    def size(self) -> int:
+        """Of the tree."""
+        return self.tree_tokens or (2_000_000 if self.quick else 10_000_000)
+
+    def rows(self, prompt_tokens: int) -> int:
+        """Decisions in a row of the table."""
+        decisions = self.decisions or (500 if self.quick else 3_000)
+        return max(100, min(decisions, 10 * decisions * 1_000 // prompt_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +116,6 @@ class DecisionTimes:
     us_p50: float
     us_p99: float
     us_max: float
-    wall_us_p50: float
-    wall_us_p99: float
     end_us_p50: float
     matched_share: float
     decisions: int
@@ -173,26 +193,21 @@ class Traffic:
 
 
 class Clock:
-    """CPU and wall times of calls, in microseconds; CPU times only of calls that were not preempted."""
+    """CPU times of calls, in microseconds; only of calls that were not preempted."""
 
     def __init__(self) -> None:
         self.cpu_us: list[float] = []
-        self.wall_us: list[float] = []
+        self.preempted = 0
 
     def time(self, call: Callable[[Event, float], Any], event: Event, now_s: float) -> Any:
-        lost = _times_preempted()
-        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        lost, cpu = _times_preempted(), time.thread_time_ns()
         answer = call(event, now_s)
         spent = time.thread_time_ns() - cpu
-        self.wall_us.append((time.perf_counter_ns() - wall) / 1e3)
         if _times_preempted() == lost:
             self.cpu_us.append(spent / 1e3)
+        else:
+            self.preempted += 1
         return answer
-
-    @property
-    def preempted(self) -> int:
-        """How many calls lost the processor to another process."""
-        return len(self.wall_us) - len(self.cpu_us)
 
 
 def filled(placement: str, traffic: Traffic, tree_tokens: int) -> tuple[Router, float]:
@@ -253,8 +268,6 @@ def measure(
         us_p50=round(percentile(asked.cpu_us, 50), 2),
         us_p99=round(percentile(asked.cpu_us, 99), 2),
         us_max=round(percentile(asked.cpu_us, 100), 2),
-        wall_us_p50=round(percentile(asked.wall_us, 50), 2),
-        wall_us_p99=round(percentile(asked.wall_us, 99), 2),
         end_us_p50=round(percentile(ended.cpu_us or [0.0], 50), 2),
         matched_share=round(matched / tokens, 4),
         decisions=decisions,
@@ -281,40 +294,42 @@ def table(rows: Sequence[DecisionTimes]) -> str:
     )
 
 
-def run(setting: Setting, show: Show) -> dict[str, Any]:
-    """Measures everything. `rows` of the result are `DecisionTimes`, `events` are `EventTimes`."""
+def bench(given: RouterOptions) -> None:
+    """How long one placement decision takes, by placement, prompt length and workers; the tree's events and memory.
+
+    Table and progress go to stderr. The result is the last line of stdout, as JSON.
+    """
+    carry_out(lambda show: run(given, show), given.json)
+
+
+def run(given: RouterOptions, show: Show) -> dict[str, Any]:
+    """Measures everything. `rows` of the result are `DecisionTimes`."""
     record: dict[str, Any] = {
         "bench": "router",
-        **conditions(setting.seed),
-        "tree_tokens": setting.tree_tokens,
+        **conditions(given.seed),
+        "tree_tokens": given.size,
         "page_size": PAGE,
         "in_flight_per_worker": IN_FLIGHT_PER_WORKER,
-        "outstanding": setting.outstanding,
+        "outstanding": given.outstanding,
     }
-
-    def traffic(workers: int) -> Traffic:
-        return Traffic(setting.seed, workers, setting.prompt_tokens)
-
-    per_token = bytes_per_token(traffic(setting.workers[0]), setting.tree_tokens)
-    show(f"{per_token} bytes per token in the tree")
+    first = Traffic(given.seed, given.workers[0], given.prompt_tokens)
+    show(f"{(per_token := bytes_per_token(first, given.size))} bytes per token in the tree")
     rows, rates = list[DecisionTimes](), list[float]()
     collect_young_only()
-    for workers in setting.workers:
-        for placement in setting.placements:
-            source = traffic(workers)
-            router, rate = filled(placement, source, setting.tree_tokens)
-            rates.append(rate)
-            for arrive in source.crowd(setting.outstanding):
-                router.handle(arrive, 0.0)
-            for tokens in setting.prompt_tokens:
-                decisions = max(100, min(setting.decisions, 10 * setting.decisions * 1_000 // tokens))
-                row = measure(router, source, tokens, decisions=decisions, warm_up=max(100, decisions // 5))
-                rows.append(row)
-                show(
-                    f"{placement:18} {workers:>3} workers  {tokens:>7,} tokens  {row.decisions_per_s:>9,.0f}/s  "
-                    f"p50 {row.us_p50:.1f} µs, p99 {row.us_p99:.1f}, max {row.us_max:.1f}"
-                )
-    record["machine"]["load_after_1min"] = os.getloadavg()[0]
+    for workers, placement in product(given.workers, choose(given.placements, PLACEMENTS, "placement")):
+        source = Traffic(given.seed, workers, given.prompt_tokens)
+        router, rate = filled(placement, source, given.size)
+        rates.append(rate)
+        for arrive in source.crowd(given.outstanding):
+            router.handle(arrive, 0.0)
+        for tokens in given.prompt_tokens:
+            decisions = given.rows(tokens)
+            row = measure(router, source, tokens, decisions=decisions, warm_up=max(100, decisions // 5))
+            rows.append(row)
+            show(
+                f"{placement:18} {workers:>3} workers  {tokens:>7,} tokens  {row.decisions_per_s:>9,.0f}/s  "
+                f"p50 {row.us_p50:.1f} µs, p99 {row.us_p99:.1f}, max {row.us_max:.1f}"
+            )
     show(table(rows))
     return {
         **record,
@@ -333,46 +348,7 @@ def _resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def main(
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write the last line to FILE too.")] = None,
-    quick: Annotated[
-        bool, Option("--quick", help="A small tree and fewer decisions: under two minutes.")
-    ] = False,
-    placements: Annotated[str | None, Option(metavar="A,B", help="Only these.", show_default="all")] = None,
-    prompt_tokens: Annotated[Numbers, numbers("Prompt lengths.")] = PROMPT_TOKENS,
-    workers: Annotated[Numbers, numbers("Numbers of workers.")] = WORKERS,
-    tree_tokens: Annotated[
-        int | None,
-        Option(min=1, metavar="N", help="Size of the tree.", show_default="10 million; 2 if quick"),
-    ] = None,
-    decisions: Annotated[
-        int | None,
-        Option(
-            min=1, metavar="N", help="Decisions in a row of the table.", show_default="3000; 500 if quick"
-        ),
-    ] = None,
-    seed: Annotated[int, Option(help="Of the traffic.")] = 1,
-    outstanding: Annotated[
-        int, Option(min=0, metavar="N", help="Other clients, each with a request in flight.")
-    ] = 0,
-) -> None:
-    """How long one placement decision takes, by placement, prompt length and workers; the tree's events and memory.
-
-    Table and progress go to stderr. The result is the last line of stdout, as JSON.
-    """
-    try:
-        setting = Setting(
-            choose(placements, PLACEMENTS, "placement"),
-            prompt_tokens,
-            workers,
-            tree_tokens or (2_000_000 if quick else 10_000_000),
-            decisions or (500 if quick else 3_000),
-            seed,
-            outstanding,
-        )
-    except ValueError as error:
-        raise Mistake(str(error)) from None
-    carry_out(lambda show: run(setting, show), json)
+main = commands.command(RouterOptions, bench)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import wraps
-from typing import Annotated, Any
+from inspect import signature
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer import Argument, Option
@@ -32,7 +33,20 @@ from typer._completion_classes import completion_init
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
-__all__ = ["Argument", "Mistake", "Numbers", "Option", "PassedOn", "choices", "numbers", "run", "run_app"]
+__all__ = [
+    "Argument",
+    "Mistake",
+    "Numbers",
+    "Option",
+    "PassedOn",
+    "choices",
+    "command",
+    "numbers",
+    "run",
+    "run_app",
+]
+
+OptionsT = TypeVar("OptionsT")
 
 BAD_INPUT, INTERRUPTED = 2, 130
 """Exit codes, as a shell knows them."""
@@ -123,6 +137,25 @@ class Command(TyperCommand):
             ctx.fail(f"unexpected argument {strays[0]!r}; arguments for other programs stand behind --")
         ctx.params[rest] = behind or None
         return left
+
+
+def command(
+    options: type[OptionsT],
+    act: Callable[[OptionsT], int | None],
+    refused: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError),
+) -> Callable[..., int | None]:
+    """The command for `run` that calls `act` with its options, the fields of this dataclass. It raises Mistake in place
+    of one of `refused`."""
+
+    def call(**given: Any) -> int | None:
+        try:
+            return act(options(**given))
+        except refused as error:
+            raise Mistake(str(error)) from None
+
+    call.__doc__ = act.__doc__
+    call.__signature__ = signature(options)  # type: ignore[attr-defined]
+    return call
 
 
 def run(

@@ -21,7 +21,7 @@ from sglang_fair.settings.commands import run
 
 
 def row(policy: str, queued: int, step_ms: float) -> StepTimes:
-    return StepTimes(policy, queued, 10, 1000, "partly", step_ms, 2 * step_ms, step_ms, 5.0, 0.2, 0.5, 100)
+    return StepTimes(policy, queued, 10, 1000, "partly", step_ms, 2 * step_ms, 5.0, 0.2, 0.5, 100)
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_share_their_first_half():

@@ -22,7 +22,7 @@ LENGTHS = (200, 1_000)
 
 
 def row(placement: str, prompt_tokens: int, rate: float) -> DecisionTimes:
-    return DecisionTimes(placement, prompt_tokens, 8, rate, 10.0, 20.0, 30.0, 11.0, 22.0, 5.0, 0.5, 100, 0)
+    return DecisionTimes(placement, prompt_tokens, 8, rate, 10.0, 20.0, 30.0, 5.0, 0.5, 100, 0)
 
 
 def test_traffic_is_the_same_for_the_same_seed():

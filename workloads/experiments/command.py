@@ -20,14 +20,13 @@ from rich.table import Table
 
 from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.provenance import cores, machine, versions
-from sglang_fair.settings.commands import Argument, Option, run
+from sglang_fair.settings.commands import Argument, Option, command, run
 from workloads.experiments import EXPERIMENTS, results, runner, store
 from workloads.experiments.claims import Verdict
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.model_validation import Validation
 from workloads.experiments.runner import Failed, Job
 from workloads.records import replace_text
-from workloads.runs.options import command
 from workloads.terminal import make_console, sigterm_as_ctrl_c
 
 NAME = "sglang-fair reproduce"

@@ -32,7 +32,7 @@ from sglang_fair.bench.children import Children, DidNotStart, free_ports, until_
 from sglang_fair.cluster.options import USUAL
 from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core import POLICIES
-from sglang_fair.settings.commands import Option, PassedOn, choices, run
+from sglang_fair.settings.commands import Option, PassedOn, choices, command, run
 from sglang_fair.settings.program import parse
 from sglang_fair.settings.setting import changed, command_line
 from sglang_fair.settings.table import STOCK_PREFIX
@@ -322,9 +322,7 @@ def render(table: Sequence[IsolationRow]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`sglang-fair bench isolation`."""
-    return run(
-        options.command(IsolationOptions, isolation), f"sglang-fair bench {NAME}", arguments, epilog=EPILOG
-    )
+    return run(command(IsolationOptions, isolation), f"sglang-fair bench {NAME}", arguments, epilog=EPILOG)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,8 @@
-"""Commands whose options are the fields of a dataclass, and how their values are read."""
+"""How values of the commands' options are read."""
 
-from collections.abc import Callable, Mapping
-from inspect import signature
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
 from sglang_fair.common.pairs import split_pairs, typed
-from sglang_fair.settings.commands import Mistake
-
-OptionsT = TypeVar("OptionsT")
-
-
-def command(
-    options: type[OptionsT],
-    act: Callable[[OptionsT], int | None],
-    refused: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError),
-) -> Callable[..., int | None]:
-    """The command for `commands.run` that calls `act` with its options, an object of this class. Raises Mistake in
-    place of one of `refused`."""
-
-    def call(**given: Any) -> int | None:
-        try:
-            return act(options(**given))
-        except refused as error:
-            raise Mistake(str(error)) from None
-
-    call.__doc__ = act.__doc__
-    call.__signature__ = signature(options)  # type: ignore[attr-defined]
-    return call
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 from router.placement import parse_options
 from sglang_fair.common.provenance import cores
 from sglang_fair.settings import table
-from sglang_fair.settings.commands import Option, run
+from sglang_fair.settings.commands import Option, command, run
 from sglang_fair.settings.program import option_of
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.shapes import SHAPES
@@ -367,7 +367,7 @@ def _made(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    return run(options.command(SimulateOptions, compare), NAME, arguments, epilog=EPILOG)
+    return run(command(SimulateOptions, compare), NAME, arguments, epilog=EPILOG)
 
 
 if __name__ == "__main__":

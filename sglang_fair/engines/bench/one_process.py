@@ -40,12 +40,10 @@ SMALLEST_MODEL = {
 class Step:
     """One call of `_get_new_batch_prefill_raw`, in milliseconds.
 
-    `order_ms` and `build_ms` are CPU time of the scheduler's thread, which does all the work of a step. `wall_ms` is
-    `order_ms` in wall-clock time; on an idle machine the two are equal.
+    Times are CPU time of the scheduler's thread, which does all the work of a step.
     """
 
     order_ms: float
-    wall_ms: float
     build_ms: float
     """From `ScheduleBatch.init_new` to SGLang's count of the waiting tokens. No policy takes part in it."""
     admitted: int
@@ -188,16 +186,13 @@ class Engine:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with _build_marks() as marks:
-                started, wall_started = time.thread_time(), time.perf_counter()
+                started = time.thread_time()
                 batch, running = form(scheduler, *args, **kwargs)
-                elapsed, wall_elapsed = time.thread_time() - started, time.perf_counter() - wall_started
-            (built, wall_built) = (
-                (b - a for a, b in zip(*marks, strict=True)) if len(marks) == 2 else (0.0, 0.0)
-            )
+                elapsed = time.thread_time() - started
+            built = marks[1] - marks[0] if len(marks) == 2 else 0.0
             requests = batch.reqs if batch is not None else []
             self._step = Step(
                 order_ms=1e3 * (elapsed - built),
-                wall_ms=1e3 * (wall_elapsed - wall_built),
                 build_ms=1e3 * built,
                 admitted=len(requests),
                 prompt_tokens=sum(len(request.origin_input_ids) for request in requests),
@@ -209,16 +204,16 @@ class Engine:
 
 
 @contextmanager
-def _build_marks() -> Iterator[list[tuple[float, float]]]:
-    """Marks (CPU time, wall time) when construction of the batch began and when its tensors were ready."""
+def _build_marks() -> Iterator[list[float]]:
+    """When construction of the batch began and when its tensors were ready."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats
 
-    marks: list[tuple[float, float]] = []
+    marks: list[float] = []
 
     def marking(function: Any) -> Any:
         def marked(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            marks.append((time.thread_time(), time.perf_counter()))
+            marks.append(time.thread_time())
             return function.__func__(cls, *args, **kwargs)
 
         return classmethod(marked)

@@ -8,7 +8,7 @@ A step is one call of `Scheduler._get_new_batch_prefill_raw`. It covers the poli
 and admission of each candidate, removing the admitted requests from the queue (SGLang's own O(queue) filter) and
 the overlay's hooks around all of that. It does not cover building the batch's
 tensors, arrivals (shown separately), SGLang's count of the waiting tokens, the model, or the processing of results.
-Times are CPU time of the scheduler's thread; `wall_ms_p50` is wall-clock time.
+Times are CPU time of the scheduler's thread.
 
 The queue keeps its length: each step admits four requests, which end with their first token, and four new ones
 arrive, so the tree changes in every step. Half of each prompt is one of 64 shared prefixes, all of them cached at
@@ -28,13 +28,14 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 
 from sglang_fair.bench import Show, carry_out, choose, conditions, grid, percentile
-from sglang_fair.settings.commands import Mistake, Numbers, Option, numbers, run
+from sglang_fair.settings.commands import Numbers, Option, command, numbers, run
 
 PREFIXES = 64
 ADMITTED_PER_STEP = 4
@@ -42,22 +43,29 @@ RUNNING = 32
 UNLIMITED = 10**9
 
 
-@dataclass(frozen=True)
-class BenchPlan:
-    """What to measure: every policy with every queue. A row gets up to `steps` steps within `limit_s` seconds."""
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the result to FILE too.")] = None
+    quick: Annotated[bool, Option("--quick", help="Fewer queues and steps: under two minutes.")] = False
+    policies: Annotated[str | None, Option(metavar="A,B", help="Only these (default: all).")] = None
+    queued: Annotated[Numbers | None, numbers("Queue lengths.")] = None
+    clients: Annotated[Numbers | None, numbers("Numbers of clients.")] = None
+    prompt_tokens: Annotated[Numbers | None, numbers("Prompt lengths, 64 to 16000 tokens.")] = None
+    steps: Annotated[
+        int | None, Option(metavar="N", min=1, help="Steps per row (default: 300; 100 if quick).")
+    ] = None
+    seed: Annotated[int, Option(help="Of prompts and clients.")] = 1
 
-    queued: Sequence[int]
-    clients: Sequence[int]
-    prompt_tokens: Sequence[int]
-    steps: int
-    limit_s: float
-    policies: str | None = None
-    """Labels of contenders, separated by commas; None: all."""
-    seed: int = 1
+    def __post_init__(self) -> None:
+        if any(not 64 <= shape.prompt_tokens <= 16_000 for shape in self.shapes):
+            raise ValueError("--prompt-tokens must lie between 64 and 16000")
 
-
-FULL = BenchPlan((128, 1_000, 10_000), (10, 1_000), (1_000, 8_000), steps=300, limit_s=15.0)
-QUICK = BenchPlan((128, 10_000), (1_000,), (1_000,), steps=100, limit_s=4.0)
+    @property
+    def shapes(self) -> "list[QueueShape]":
+        queued = self.queued or ((128, 10_000) if self.quick else (128, 1_000, 10_000))
+        clients = self.clients or ((1_000,) if self.quick else (10, 1_000))
+        prompt_tokens = self.prompt_tokens or ((1_000,) if self.quick else (1_000, 8_000))
+        return [QueueShape(q, c, p) for p, c, q in product(prompt_tokens, clients, queued)]
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,6 @@ class StepTimes:
     cached: str
     step_ms_p50: float
     step_ms_p99: float
-    wall_ms_p50: float
     arrival_us: float
     build_ms_p50: float
     cached_tokens_share: float
@@ -129,12 +136,6 @@ def contenders() -> tuple[Contender, ...]:
         Contender(ours, name, overlay=True, options=OPTIONS.get(ours, ""))
         for name, ours in SERVER_POLICIES.items()
     )
-
-
-def queue_shapes(
-    queued: Sequence[int], clients: Sequence[int], prompt_tokens: Sequence[int]
-) -> list[QueueShape]:
-    return [QueueShape(q, c, p) for p in prompt_tokens for c in clients for q in queued]
 
 
 class Prompts:
@@ -210,7 +211,6 @@ def measure(
         cached="partly",
         step_ms_p50=round(statistics.median(times_ms), 4),
         step_ms_p99=round(percentile(times_ms, 99), 4),
-        wall_ms_p50=round(statistics.median(step.wall_ms for step in taken), 4),
         arrival_us=round(1e3 * arrivals_ms / max(1, arrived), 2),
         build_ms_p50=round(statistics.median(step.build_ms for step in taken), 4),
         cached_tokens_share=round(hits / max(1, tokens), 4),
@@ -255,67 +255,44 @@ def table(rows: Sequence[StepTimes]) -> str:
     return "\n".join(lines)
 
 
-def run_bench(plan: BenchPlan, show: Show) -> dict[str, Any]:
+def bench(given: SchedulerOptions) -> None:
+    """Time one scheduling step, by policy, queue length, clients and prompt length.
+
+    Prints a table and its progress on stderr, and the result as JSON in the last line of stdout.
+    """
+    carry_out(lambda show: run_bench(given, show), given.json)
+
+
+def run_bench(given: SchedulerOptions, show: Show) -> dict[str, Any]:
     """Runs the bench. The result's `rows` have the fields of `StepTimes`."""
     from sglang_fair.engines.bench.one_process import Engine
 
     record: dict[str, Any] = {
         "bench": "scheduler",
-        **conditions(plan.seed),
+        **conditions(given.seed),
         "admitted_per_step": ADMITTED_PER_STEP,
         "running": RUNNING,
         "shared_prefixes": PREFIXES,
     }
     known = {contender.label: contender for contender in contenders()}
-    chosen = [known[name] for name in choose(plan.policies, known, "policy")]
+    chosen = choose(given.policies, known, "policy")
     show("starting SGLang's scheduler")
-    engine = Engine(ADMITTED_PER_STEP, plan.seed)
-    record["cache"] = engine.cache()
+    engine = Engine(ADMITTED_PER_STEP, given.seed)
     rows: list[StepTimes] = []
-    shapes = queue_shapes(plan.queued, plan.clients, plan.prompt_tokens)
-    for shape in shapes:
-        for contender in chosen:
-            row = measure(engine, contender, shape, seed=plan.seed, steps=plan.steps, limit_s=plan.limit_s)
-            rows.append(row)
-            show(
-                f"{len(rows):3}/{len(shapes) * len(chosen)}  {shape.queued:>6,} queued  {shape.clients:>5,} clients"
-                f"  {shape.prompt_tokens:>5,} tokens  {row.policy:18} {row.step_ms_p50:9.3f} ms"
-                f"  (p99 {row.step_ms_p99:.2f}, {row.steps} steps)"
-            )
-    record["machine"]["load_after_1min"] = os.getloadavg()[0]
+    steps, limit_s = given.steps or (100 if given.quick else 300), 4.0 if given.quick else 15.0
+    for shape, policy in product(given.shapes, chosen):
+        row = measure(engine, known[policy], shape, seed=given.seed, steps=steps, limit_s=limit_s)
+        rows.append(row)
+        show(
+            f"{len(rows):3}/{len(given.shapes) * len(chosen)}  {shape.queued:>6,} queued  {shape.clients:>5,} clients"
+            f"  {shape.prompt_tokens:>5,} tokens  {row.policy:18} {row.step_ms_p50:9.3f} ms"
+            f"  (p99 {row.step_ms_p99:.2f}, {row.steps} steps)"
+        )
     show(table(rows))
-    return {**record, "rows": [asdict(row) for row in rows]}
+    return {**record, "cache": engine.cache(), "rows": [asdict(row) for row in rows]}
 
 
-def main(
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write the result to FILE too.")] = None,
-    quick: Annotated[bool, Option("--quick", help="Fewer queues and steps: under two minutes.")] = False,
-    policies: Annotated[str | None, Option(metavar="A,B", help="Only these (default: all).")] = None,
-    queued: Annotated[Numbers | None, numbers("Queue lengths.")] = None,
-    clients: Annotated[Numbers | None, numbers("Numbers of clients.")] = None,
-    prompt_tokens: Annotated[Numbers | None, numbers("Prompt lengths, 64 to 16000 tokens.")] = None,
-    steps: Annotated[
-        int | None, Option(metavar="N", min=1, help="Steps per row (default: 300; 100 if quick).")
-    ] = None,
-    seed: Annotated[int, Option(help="Of prompts and clients.")] = 1,
-) -> None:
-    """Time one scheduling step, by policy, queue length, clients and prompt length.
-
-    Prints a table and its progress on stderr, and the result as JSON in the last line of stdout.
-    """
-    defaults = QUICK if quick else FULL
-    plan = BenchPlan(
-        policies=policies,
-        queued=queued or defaults.queued,
-        clients=clients or defaults.clients,
-        prompt_tokens=prompt_tokens or defaults.prompt_tokens,
-        steps=steps or defaults.steps,
-        limit_s=defaults.limit_s,
-        seed=seed,
-    )
-    if max(plan.prompt_tokens) > 16_000 or min(plan.prompt_tokens) < 64:
-        raise Mistake("--prompt-tokens must lie between 64 and 16000")
-    carry_out(lambda show: run_bench(plan, show), json)
+main = command(SchedulerOptions, bench)
 
 
 if __name__ == "__main__":
