@@ -21,12 +21,12 @@ from sglang_fair.settings.program import option_of
 from sglang_fair.sim.gpu_clock import in_words
 from workloads.clients import SCENARIOS, SMALL, Scale
 from workloads.clusters import Cluster, ClusterError, SpawnCluster, StartCluster, drive, turns, verify
-from workloads.datasets import read_codec
+from workloads.load import read_codec
 from workloads.measures import summarize
 from workloads.programs import Codec
 from workloads.records import Cell, Run
 from workloads.report import client_table
-from workloads.runs import comparison, options
+from workloads.runs import comparison
 from workloads.runs.comparison import EACH_PLACEMENT, Case, Comparison, completed, parts, summary_of
 from workloads.session import Plan
 from workloads.terminal import make_console, progress_view, sigterm_as_ctrl_c
@@ -102,7 +102,7 @@ class CompareOptions(Case):
 
     @property
     def workload_names(self) -> tuple[str, ...]:
-        return options.names(self.workloads + (",tot-s2,judge-s2" if self.s2 else ""))
+        return comparison.names(self.workloads + (",tot-s2,judge-s2" if self.s2 else ""))
 
     @property
     def scheduler_names(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class CompareOptions(Case):
 
     @property
     def rates_given(self) -> Mapping[str, float]:
-        return options.rates(self.rates)
+        return comparison.rates(self.rates)
 
     @property
     def scale(self) -> Scale:

@@ -5,6 +5,7 @@ which clients whose names begin with `bad` misbehave, or `trace`. Clients are ei
 `a:rate=2,weight=3`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -15,9 +16,8 @@ from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.settings.commands import Option, choices
 from workloads.arrivals import GammaArrivals
 from workloads.clients import SCENARIOS, SMALL, Client, Scale, Texts, chat_client, fixed_length_client
-from workloads.datasets import read_articles, read_questions
-from workloads.programs import Codec
-from workloads.programs.prose import Articles, WordProblems
+from workloads.programs import Codec, TextCodec, TokenCodec
+from workloads.programs.prose import Articles, Given, WordProblems
 from workloads.traces import Trace, find_trace, mix, servegen
 
 SINGLE, CHAT, TRACE = "single", "chat", "trace"
@@ -286,3 +286,48 @@ def _client(spec: ClientSpec, options: LoadOptions, codec: Codec, texts: Texts) 
     )
     client = made[-1] if spec.name.startswith(MISBEHAVES) else made[0]
     return replace(client, name=spec.name, arrivals=client.arrivals if spec.rate is None else arrivals)
+
+
+# ---- files
+
+
+def read_questions(path: Path) -> Given:
+    """The `question` of every line of JSON, as GSM8K has it. Raises ValueError with file and line number."""
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            question = json.loads(line)["question"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a JSON object with a `question`: {error!r}") from error
+        questions.append(str(question).strip())
+    return _given(questions, path)
+
+
+def read_articles(path: Path) -> Given:
+    """Every `*.txt` file of a folder in order of name; or one file, an article a paragraph."""
+    if path.is_dir():
+        texts = [file.read_text(encoding="utf-8").strip() for file in sorted(path.glob("*.txt"))]
+    else:
+        texts = [part.strip() for part in path.read_text(encoding="utf-8").split("\n\n")]
+    return _given([text for text in texts if text], path)
+
+
+def read_codec(folder: Path | None) -> Codec:
+    """Exact token counts by the tokenizer in `folder`; without one, text and an estimate."""
+    if folder is None:
+        return TextCodec()
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; --tokenizer wants a model's folder")
+    tokenizer = Tokenizer.from_file(str(path))
+    return TokenCodec(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids))
+
+
+def _given(texts: list[str], path: Path) -> Given:
+    if not texts:
+        raise ValueError(f"{path}: holds no text")
+    return Given(tuple(texts))

@@ -26,11 +26,10 @@ from sglang_fair.bench import print_line
 from sglang_fair.core.cost import Cost, describe, make_cost
 from sglang_fair.settings.commands import Option, command, run
 from workloads import wire
-from workloads.datasets import read_codec
 from workloads.driver import Driver, Endpoint
 from workloads.endpoints import HEADER, IDENTITIES, EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import fairness_report, render
-from workloads.load import ClientLoad, LoadOptions, RunOption
+from workloads.load import ClientLoad, LoadOptions, RunOption, read_codec
 from workloads.programs import TextCodec
 from workloads.records import Manifest, Records, stamp
 from workloads.session import Plan

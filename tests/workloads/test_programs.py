@@ -6,7 +6,7 @@ import pytest
 
 from workloads.arrivals import EvenArrivals
 from workloads.clients import SCENARIOS, Scale, chat_client, fixed_length_client
-from workloads.datasets import read_questions
+from workloads.load import read_questions
 from workloads.programs import (
     Call,
     Chat,

@@ -8,7 +8,7 @@ import pytest
 from workloads.clients import Scale
 from workloads.compare import CompareOptions
 from workloads.records import Cell
-from workloads.runs import options
+from workloads.runs import comparison
 from workloads.runs.comparison import LOADS, parts, rate_at
 from workloads.runs.pool import Failed, carry_out
 
@@ -62,15 +62,15 @@ def test_a_scheduler_is_a_placement_and_a_policy():
 
 
 def test_values_of_options_are_read_or_refused_in_one_line():
-    assert options.names("a,b,,a") == ("a", "b")
-    assert options.numbers("--quantum", "1, 2.5") == (1.0, 2.5)
-    assert options.rates("tot-s1=0.5") == {"tot-s1": 0.5}
+    assert comparison.names("a,b,,a") == ("a", "b")
+    assert comparison.numbers("--quantum", "1, 2.5") == (1.0, 2.5)
+    assert comparison.rates("tot-s1=0.5") == {"tot-s1": 0.5}
     for wrong in (
-        lambda: options.numbers("--quantum", "many"),
-        lambda: options.rates("tot-s1"),
-        lambda: options.rates("tot-s1=1,tot-s1=2"),
-        lambda: options.rates("tot-s1=many"),
-        lambda: options.options_by_name("--policy-options", ["patience=64"]),
+        lambda: comparison.numbers("--quantum", "many"),
+        lambda: comparison.rates("tot-s1"),
+        lambda: comparison.rates("tot-s1=1,tot-s1=2"),
+        lambda: comparison.rates("tot-s1=many"),
+        lambda: comparison.options_by_name("--policy-options", ["patience=64"]),
     ):
         with pytest.raises(ValueError, match=r"^--[^\n]+$"):
             wrong()

@@ -43,7 +43,7 @@ from workloads.isolation.measures import OURS, STOCK, IsolationRow, Observed, St
 from workloads.programs import PackedCodec
 from workloads.records import Cell
 from workloads.report import number
-from workloads.runs import options
+from workloads.runs.comparison import names
 from workloads.session import Plan
 from workloads.terminal import sigterm_as_ctrl_c
 
@@ -130,9 +130,9 @@ class IsolationOptions:
     @property
     def stacks(self) -> dict[Stack, tuple[str, ...]]:
         """Each with its attacks. Raises ValueError."""
-        attacks = tuple(find_attack(name).name for name in options.names(self.attacks))
+        attacks = tuple(find_attack(name).name for name in names(self.attacks))
         found = {Stack(STOCK, STOCK_PLACEMENT, STOCK_POLICY): attacks}
-        for place, policy in enumerate(options.names(self.policies)):
+        for place, policy in enumerate(names(self.policies)):
             if policy not in POLICIES:
                 raise ValueError(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
             found[Stack(OURS, self.placement, policy)] = attacks[:1] if self.quick and place else attacks

@@ -1,2 +1,1 @@
-"""What the commands have in common: a comparison with its folder (`comparison`), jobs in processes (`pool`), and
-commands whose options are a dataclass (`options`)."""
+"""What the commands have in common: a comparison with its folder, and jobs in processes."""

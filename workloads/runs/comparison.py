@@ -20,6 +20,7 @@ from rich.console import Console
 from router.placement import PLACEMENTS
 from sglang_fair.bench import print_line
 from sglang_fair.common.installed import missing_extra
+from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.common.provenance import machine, versions
 from sglang_fair.core import POLICIES
 from sglang_fair.settings.commands import Option
@@ -28,7 +29,6 @@ from workloads.measures import LINE, Summary, ratios, rows, summarize
 from workloads.programs import Codec
 from workloads.records import Cell, Run, read, replace_text
 from workloads.report import comparison_table, ratio_table
-from workloads.runs import options
 from workloads.session import Plan
 
 OURS = "d2lpm+dlpm"
@@ -46,6 +46,36 @@ trees cost about 11 times and its judgements about 3 times as much as theirs."""
 
 BURST_RATE_PER_S = 1000.0
 """Arrival rate of the burst that measures capacity: all of its programs are there at once."""
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Comma-separated names, each once, in order."""
+    return tuple(dict.fromkeys(name for name in text.split(",") if name))
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """Comma-separated numbers. Raises ValueError."""
+    try:
+        return tuple(float(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        raise ValueError(f"{option} takes numbers, separated by commas, not {text!r}") from None
+
+
+def options_by_name(option: str, texts: list[str]) -> dict[str, str]:
+    """The options of each policy or placement, from `NAME:KEY=VALUE,...`. Raises ValueError."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, colon, values = text.partition(":")
+        if not colon or not values:
+            raise ValueError(f"{option} is NAME:KEY=VALUE,..., not {text!r}")
+        found[name] = values
+    return found
+
+
+def rates(text: str) -> Mapping[str, float]:
+    """Programs per second by workload, from `WORKLOAD=RATE,...`. Raises ValueError."""
+    pairs = split_pairs(text, "--rates: rate")
+    return {workload: typed(rate, float, f"--rates: {workload}") for workload, rate in pairs}
 
 
 def parts(scheduler: str) -> tuple[str, str]:
@@ -158,11 +188,11 @@ class Case:
 
     @property
     def workload_names(self) -> tuple[str, ...]:
-        return options.names(self.workloads or "")
+        return names(self.workloads or "")
 
     @property
     def scheduler_names(self) -> tuple[str, ...]:
-        return options.names(self.schedulers)
+        return names(self.schedulers)
 
     @property
     def rates_given(self) -> Mapping[str, float]:

@@ -30,7 +30,7 @@ from workloads.measures import Summary, summarize
 from workloads.programs import PackedCodec
 from workloads.records import Cell, stamp
 from workloads.report import number
-from workloads.runs import comparison, options
+from workloads.runs import comparison
 from workloads.runs.comparison import Case, Comparison, burst, completed, parts, summary_of
 from workloads.runs.pool import Failed, carry_out
 from workloads.session import Plan
@@ -177,7 +177,7 @@ class SimulateOptions(Case):
     @property
     def workload_names(self) -> tuple[str, ...]:
         default = "" if self.trace else WORKLOADS
-        return tuple(dict.fromkeys((*options.names(self.workloads or default), *self.traces)))
+        return tuple(dict.fromkeys((*comparison.names(self.workloads or default), *self.traces)))
 
     @property
     def rates_given(self) -> Mapping[str, float]:
@@ -217,16 +217,16 @@ class SimulateOptions(Case):
     @cached_property
     def variants(self) -> Mapping[str, Site]:
         """The sites that are compared, by the scheduler's name, in which a dimension with several values stands."""
-        sizes = options.numbers("--replicas", self.replicas)
+        sizes = comparison.numbers("--replicas", self.replicas)
         if not sizes or not all(size.is_integer() for size in sizes):
             raise ValueError(f"--replicas takes whole numbers, not {self.replicas!r}")
         dimensions: dict[str, tuple[float | None, ...]] = {
             "D": sizes,
-            "Qu": options.numbers("--quantum", self.quantum) or (None,),
-            "Qw": options.numbers("--worker-quantum", self.worker_quantum) or (None,),
+            "Qu": comparison.numbers("--quantum", self.quantum) or (None,),
+            "Qw": comparison.numbers("--worker-quantum", self.worker_quantum) or (None,),
         }
-        of_policy = options.options_by_name("--policy-options", self.policy_options or [])
-        of_placement = options.options_by_name("--placement-options", self.placement_options or [])
+        of_policy = comparison.options_by_name("--policy-options", self.policy_options or [])
+        of_placement = comparison.options_by_name("--placement-options", self.placement_options or [])
         found = {}
         for scheduler, values in product(self.scheduler_names, product(*dimensions.values())):
             placement, policy = parts(scheduler)
