@@ -3,7 +3,7 @@ of events for a clock. Requests have no time-out.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +26,6 @@ from workloads.session import (
     Request,
     Send,
     Session,
-    SessionProgress,
     Timer,
     Wait,
 )
@@ -80,19 +79,17 @@ def simulate(
     workload: str = "",
     manifest: Manifest | None = None,
     path: Path | None = None,
-    watch: Callable[[SessionProgress], None] | None = None,
 ) -> Run:
     """Run the programs of `clients` (built with a `PackedCodec`) to the plan's end, in virtual seconds.
 
     The run is like the live driver's: `measures.summarize`, reports and plots take it unchanged. Equal arguments
-    give equal runs. `manifest` in place of `describe`'s own; `path` is where the records are written besides; `watch`
-    hears after each round of samples.
+    give equal runs. `manifest` in place of `describe`'s own; `path` is where the records are written besides.
 
     Raises ValueError for a site or clients that make no sense, and RuntimeError when programs wait for ever.
     """
     made = manifest or describe(site, clients, plan, seed=seed, workload=workload)
     with Records(path, made) as records, _few_collections():
-        Simulation(site, clients, plan, records, seed=seed, watch=watch).run()
+        Simulation(site, clients, plan, records, seed=seed).run()
         return records.run
 
 
@@ -119,7 +116,6 @@ class Simulation:
         records: Records,
         *,
         seed: str = "0",
-        watch: Callable[[SessionProgress], None] | None = None,
     ) -> None:
         """See `simulate`."""
         self.session = Session(clients, plan)
@@ -129,7 +125,6 @@ class Simulation:
         self._clients = clients
         self._plan = plan
         self._records = records
-        self._watch = watch
         self._ingress = Random(f"{seed} ingress")
         self._router_of: list[int] = []
         """Each program's router, by the program's number."""
@@ -256,6 +251,3 @@ class Simulation:
             }
             worker, now_s = self.cluster.workers[place], round(self.cluster.now_s, 6)
             self._records.add(Sample(count, now_s, worker, known, state["bound"]))
-        self.session.progress.now_s = self.cluster.now_s
-        if self._watch is not None:
-            self._watch(self.session.progress)
