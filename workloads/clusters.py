@@ -68,34 +68,26 @@ class SpawnCluster:
     stop_timeout_s: float = 60.0
     command: tuple[str, ...] = field(default_factory=lambda: _own_command())
 
-    def __call__(self, placement: str, policy: str) -> AbstractContextManager[Cluster]:
-        return self._run(placement, policy)
-
     def arguments(self, placement: str, policy: str) -> list[str]:
         """The whole command line."""
         asked = replace(self.settings, placement=placement, policy=policy, port=0, json=True, dashboard="off")
         return [*self.command, "cluster", *command_line(table.Cluster, changed(asked))]
 
     @contextmanager
-    def _run(self, placement: str, policy: str) -> Iterator[Cluster]:
+    def __call__(self, placement: str, policy: str) -> Iterator[Cluster]:
         self.log_folder.mkdir(parents=True, exist_ok=True)
-        log_path = self.log_folder / f"cluster-{placement}+{policy}.log"
+        path = self.log_folder / f"cluster-{placement}+{policy}.log"
         arguments = self.arguments(placement, policy)
-        with (
-            log_path.open("a", encoding="utf-8") as log,
-            log_path.with_suffix(".json").open("w+", encoding="utf-8") as output,
-        ):
+        with path.open("a", encoding="utf-8") as log, path.with_suffix(".json").open("w") as output:
             # A session of its own: Ctrl-C reaches this program alone, which then ends the cluster in order.
-            process = subprocess.Popen(
-                arguments, stdout=output, stderr=log, text=True, start_new_session=True
-            )
+            process = subprocess.Popen(arguments, stdout=output, stderr=log, start_new_session=True)
             try:
-                yield self._ready(process, arguments, Path(output.name), log_path)
+                yield self._ready(process, arguments, Path(output.name), path)
             finally:
                 _end(process, self.stop_timeout_s)
 
     def _ready(
-        self, process: "subprocess.Popen[str]", arguments: Sequence[str], output: Path, log_path: Path
+        self, process: "subprocess.Popen[bytes]", arguments: Sequence[str], output: Path, log_path: Path
     ) -> Cluster:
         """Wait for the line of JSON with the addresses."""
         deadline_s = time.monotonic() + self.start_timeout_s
@@ -212,7 +204,7 @@ def _flushed(replica: str) -> bool:
         raise ClusterError(f"{replica} is gone: {error}") from error
 
 
-def _end(process: "subprocess.Popen[str]", timeout_s: float) -> None:
+def _end(process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
     """Ask the supervisor to end, and its children with it. Kill its whole session if it does not end in time.
 
     By SIGTERM: a shell without job control starts what it puts into the background with SIGINT ignored.

@@ -155,11 +155,18 @@ class LoadOptions:
         if self.trace is not None:
             specs = parse_clients(self.clients, TRACE) if self.clients else ()
             return load_trace(read_trace(self.trace, self, until_s), specs, self, codec)
+        specs = parse_clients(self.clients or ["4"], self.workload)
         texts = Texts(
             read_questions(self.questions) if self.questions else WordProblems(),
             read_articles(self.articles) if self.articles else Articles(),
         )
-        return load(parse_clients(self.clients or ["4"], self.workload), self, codec, texts)
+        clients = [_client(spec, self, codec, texts) for spec in specs]
+        at_once = {
+            spec.name: spec.concurrency or self.concurrency or 1
+            for spec in specs
+            if spec.concurrency is not None or (spec.rate is None and self.concurrency is not None)
+        }
+        return _load(clients, at_once, specs)
 
     def to_json(self) -> dict[str, Any]:
         """What decides the clients' traffic; the scale only where it does."""
@@ -177,29 +184,6 @@ class ClientLoad:
     weights: Mapping[str, float]
     asked: Mapping[str, Mapping[str, Any]]
     """What was asked for, by client, for the manifest of a run."""
-
-
-def load(specs: Sequence[ClientSpec], options: LoadOptions, codec: Codec, texts: Texts) -> ClientLoad:
-    """The load of these clients, of any workload but a trace. `texts` are the sources of a scenario's prompts.
-
-    Raises ValueError where a client has neither rate nor concurrency, or lengths that its workload does not take.
-    """
-    clients = []
-    for spec in specs:
-        if spec.rate is spec.concurrency is options.rate is options.concurrency is None:
-            raise ValueError(f"client {spec.name}: needs a rate (open loop) or a concurrency (closed loop)")
-        lengths = (spec.input, spec.output, spec.prefix)
-        if options.workload != SINGLE and any(length is not None for length in lengths):
-            raise ValueError(
-                f"client {spec.name}: input, output and prefix are lengths of the workload {SINGLE}"
-            )
-        clients.append(_client(spec, options, codec, texts))
-    at_once = {
-        spec.name: spec.concurrency or options.concurrency or 1
-        for spec in specs
-        if spec.concurrency is not None or (spec.rate is None and options.concurrency is not None)
-    }
-    return _load(clients, at_once, specs)
 
 
 def load_trace(trace: Trace, specs: Sequence[ClientSpec], options: LoadOptions, codec: Codec) -> ClientLoad:
@@ -262,6 +246,12 @@ def _load(clients: Sequence[Client], at_once: Mapping[str, int], specs: Sequence
 
 
 def _client(spec: ClientSpec, options: LoadOptions, codec: Codec, texts: Texts) -> Client:
+    """Of any workload but a trace. Raises ValueError for one with neither rate nor concurrency, or with lengths that its
+    workload does not take."""
+    if spec.rate is spec.concurrency is options.rate is options.concurrency is None:
+        raise ValueError(f"client {spec.name}: needs a rate (open loop) or a concurrency (closed loop)")
+    if options.workload != SINGLE and (spec.input, spec.output, spec.prefix) != (None, None, None):
+        raise ValueError(f"client {spec.name}: input, output and prefix are lengths of the workload {SINGLE}")
     arrivals = GammaArrivals(spec.rate or options.rate or 1.0, options.cv)
     if options.workload == CHAT:
         return chat_client(spec.name, arrivals=arrivals, codec=codec, seed=options.seed)
