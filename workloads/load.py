@@ -246,7 +246,7 @@ def _load(clients: Sequence[Client], at_once: Mapping[str, int], specs: Sequence
 
 
 def _client(spec: ClientSpec, options: LoadOptions, codec: Codec, texts: Texts) -> Client:
-    """Of any workload but a trace. Raises ValueError for one with neither rate nor concurrency, or with lengths that its
+    """Of any workload but a trace. Raises ValueError for one without rate and concurrency, or with lengths that its
     workload does not take."""
     if spec.rate is spec.concurrency is options.rate is options.concurrency is None:
         raise ValueError(f"client {spec.name}: needs a rate (open loop) or a concurrency (closed loop)")
