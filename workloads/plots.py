@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,26 @@ from workloads.table import Requests
 
 _COLOURS = ("#1f5fa8", "#d1682b", "#3c8c4f", "#8a4ea0", "#777777", "#b8a12c", "#2aa0a8", "#b0476b")
 
-MOST_CLIENTS = len(_COLOURS)
-"""Clients with a curve of their own. With more of them, those that received most service have one, and the others are
-one line: a legend of hundreds of names leaves no room for the plot."""
-
 MOST_LABELS = 24
 """A legend with more of them is left out."""
 
 
-def draw_all(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Draw all plots of these runs into `folder`. Returns the files."""
+def draw_all(runs: Sequence[Run], folder: Path) -> None:
+    """Draw all plots of these runs into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    colours = _colours(runs)
+    schedulers = dict.fromkeys(run.manifest.scheduler for run in runs)
+    colours = dict(zip(schedulers, cycle(_COLOURS), strict=False))
     by_workload: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         by_workload[run.manifest.workload].append(run)
-    written = []
     for workload, group in by_workload.items():
         first = [run for run in group if run.manifest.repeat == min(r.manifest.repeat for r in group)]
-        written.append(_save(_service(first, workload), folder / f"{workload}-service.png"))
-        written.append(_save(_latency(group, workload, colours), folder / f"{workload}-latency.png"))
-    return written
+        _service(first, workload).savefig(folder / f"{workload}-service.png", dpi=130)
+        _latency(group, workload, colours).savefig(folder / f"{workload}-latency.png", dpi=130)
 
 
-def _colours(runs: Sequence[Run]) -> Mapping[str, str]:
-    schedulers = dict.fromkeys(run.manifest.scheduler for run in runs)
-    return {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(schedulers)}
+def _is_good(run: Run, client: str) -> bool:
+    return bool(run.manifest.clients.get(client, {}).get("well_behaved", True))
 
 
 def _service(runs: Sequence[Run], workload: str) -> Figure:
@@ -49,16 +44,10 @@ def _service(runs: Sequence[Run], workload: str) -> Figure:
     figure = Figure(figsize=(4.2 * len(runs), 3.6), layout="constrained")
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     curves, unit = _curves(runs)
-    shown = _most_served(curves)
     for panel, run, of_clients in zip(panels, runs, curves, strict=True):
-        for name, curve in of_clients.items():
-            if name in shown:
-                good = run.manifest.clients.get(name, {}).get("well_behaved", True)
-                colour = _COLOURS[shown.index(name) % len(_COLOURS)] if good else "black"
-                _step(panel, curve, label=name, color=colour, linestyle="-" if good else "--")
-        others = [curve for name, curve in of_clients.items() if name not in shown]
-        if others:
-            _step(panel, _sum(others), label=f"{len(others)} others", color="#999999", linestyle=":")
+        for (name, curve), colour in zip(of_clients.items(), cycle(_COLOURS), strict=False):
+            line = {"color": colour} if _is_good(run, name) else {"color": "black", "linestyle": "--"}
+            panel.step((0.0, *curve.times_s), (0.0, *curve.totals), where="post", label=name, **line)
         panel.axvline(run.manifest.duration_s, color="#bbbbbb", linewidth=0.8)
         panel.set_title(run.manifest.scheduler, fontsize=10)
         panel.set_xlabel("s (line: arrivals end)")
@@ -77,29 +66,6 @@ def _curves(runs: Sequence[Run]) -> tuple[list[Mapping[str, Curve]], str]:
     return [table.curves(cost) or {} for table, cost in tables], "client-side"
 
 
-def _most_served(curves: Sequence[Mapping[str, Curve]]) -> list[str]:
-    """The clients that are drawn one by one, by name: all of them, or those that received most in all runs together."""
-    received: dict[str, float] = defaultdict(float)
-    for of_clients in curves:
-        for name, curve in of_clients.items():
-            received[name] += curve.totals[-1] if curve.totals else 0.0
-    most = sorted(received, key=lambda name: (-received[name], name))[:MOST_CLIENTS]
-    return sorted(most)
-
-
-def _sum(curves: Sequence[Curve]) -> Curve:
-    """The service of several clients together."""
-    return Curve.of(
-        (time_s, total - before)
-        for curve in curves
-        for time_s, total, before in zip(curve.times_s, curve.totals, (0.0, *curve.totals), strict=False)
-    )
-
-
-def _step(panel: Axes, curve: Curve, **line: Any) -> None:
-    panel.step((0.0, *curve.times_s), (0.0, *curve.totals), where="post", **line)
-
-
 def _latency(runs: Sequence[Run], workload: str, colours: Mapping[str, str]) -> Figure:
     """Distribution of well-behaved clients' program latency. Programs that never finished keep a curve below 1."""
     figure = Figure(figsize=(5.4, 3.8), layout="constrained")
@@ -108,7 +74,7 @@ def _latency(runs: Sequence[Run], workload: str, colours: Mapping[str, str]) -> 
     programs: dict[str, int] = defaultdict(int)
     for run in runs:
         for program in run.programs:
-            if run.manifest.clients.get(program.client, {}).get("well_behaved", True):
+            if _is_good(run, program.client):
                 programs[run.manifest.scheduler] += 1
                 if program.t_done_s is not None and program.outcome == Outcome.OK:
                     latencies[run.manifest.scheduler].append(program.t_done_s - program.t_intended_s)
@@ -128,8 +94,3 @@ def _legend(panel: Axes, **style: Any) -> None:
     """A legend, if there is something to name and room for it."""
     if 0 < len(panel.get_legend_handles_labels()[1]) <= MOST_LABELS:
         panel.legend(**{"fontsize": 8, **style})
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=130)
-    return path
