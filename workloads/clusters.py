@@ -181,27 +181,23 @@ def flush(cluster: Cluster, timeout_s: float = 60.0) -> None:
             time.sleep(0.2)
 
 
-def get_json(url: str, timeout_s: float = 10.0) -> dict[str, Any]:
-    """The JSON object at `url`. Raises ClusterError."""
-    try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            body = json.load(response)
-    except (OSError, ValueError) as error:
-        raise ClusterError(f"GET {url}: {error}") from error
-    if not isinstance(body, dict):
-        raise ClusterError(f"GET {url}: not a JSON object: {str(body)[:100]}")
-    return body
-
-
 def _flushed(replica: str) -> bool:
-    request = urllib.request.Request(f"{replica}/flush_cache", method="POST", data=b"")
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return bool(response.status == 200)
+        with urllib.request.urlopen(f"{replica}/flush_cache", b"", timeout=10):
+            return True
     except urllib.error.HTTPError:
         return False  # SGLang's answer while requests run
     except OSError as error:
         raise ClusterError(f"{replica} is gone: {error}") from error
+
+
+def get_json(url: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    """The JSON object at `url`. Raises ClusterError."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            return dict(json.load(response))
+    except (OSError, ValueError, TypeError) as error:
+        raise ClusterError(f"GET {url}: {error}") from error
 
 
 def _end(process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
