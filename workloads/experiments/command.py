@@ -27,6 +27,7 @@ from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.model_validation import Validation
 from workloads.experiments.runner import Failed, Job
 from workloads.records import replace_text
+from workloads.report import add_columns
 from workloads.terminal import make_console, sigterm_as_ctrl_c
 
 NAME = "sglang-fair reproduce"
@@ -151,10 +152,7 @@ def chosen(patterns: Sequence[str], experiments: Mapping[str, Experiment]) -> di
 def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> Table:
     """Every experiment: its source, how much there is to simulate, and how long that took last time."""
     view = Table(title=f"experiments ({size}); records in {folder}", title_justify="left")
-    for column in ("id", "source", "shows"):
-        view.add_column(column)
-    for column in ("runs", "with a record", "simulated replica h", "took s"):
-        view.add_column(column, justify="right")
+    add_columns(view, "id|source|shows", "runs|with a record|simulated replica h|took s")
     for name, experiment in experiments.items():
         jobs = runner.jobs_of({name: experiment}, size)
         there = len(jobs) - len(runner.missing(jobs, folder))
@@ -238,8 +236,7 @@ def _publish(
 def claims_table(one: results.Reported) -> Table:
     """An experiment's claims for the terminal."""
     view = Table(title=one.title, title_justify="left")
-    for column in ("claim", "paper", "here", "holds"):
-        view.add_column(column)
+    add_columns(view, "claim|paper|here", "holds")
     for claim in one.report.claims:
         view.add_row(claim.text, claim.paper, claim.ours, claim.holds)
     return view

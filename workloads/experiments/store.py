@@ -59,11 +59,10 @@ def path_of(folder: Path, experiment: str, cell: str, seed: str) -> Path:
     return folder / experiment / f"{cell}.{seed}.json"
 
 
-def write(folder: Path, record: Record) -> Path:
+def write(folder: Path, record: Record) -> None:
     """Put a record into `folder`, whole or not at all."""
     path = path_of(folder, record.experiment, record.name, record.seed)
     replace_text(path, json.dumps(asdict(record), sort_keys=True) + "\n")
-    return path
 
 
 def read(path: Path) -> Record | None:
@@ -79,38 +78,26 @@ def read(path: Path) -> Record | None:
 
 def read_folder(folder: Path, experiments: Iterable[str]) -> list[Record]:
     """All records of these experiments in `folder`, by experiment, cell and seed."""
-    found = [
-        record
-        for experiment in experiments
-        for path in sorted((folder / experiment).glob("*.json"))
-        if (record := read(path)) is not None
-    ]
+    paths = (path for experiment in experiments for path in (folder / experiment).glob("*.json"))
+    found = (record for path in paths if (record := read(path)) is not None)
     return sorted(found, key=lambda record: (record.experiment, record.name, record.seed))
 
 
-def publish(folder: Path, records: Sequence[Record]) -> list[Path]:
-    """Write one file for each experiment, smaller than its records: what they share is told once."""
-    written = []
-    for experiment in dict.fromkeys(record.experiment for record in records):
-        mine = sorted(
-            (record for record in records if record.experiment == experiment),
-            key=lambda record: (record.name, record.seed),
-        )
-        shared: list[dict[str, Json]] = []
-        runs = []
-        for record in mine:
-            told = asdict(record)
-            common = {key: told.pop(key) for key in ("versions", "machine")}
-            # The machine's load at the start of each run is no property of the machine.
-            common["machine"] = {k: v for k, v in common["machine"].items() if k != "load_1min"}
-            if common not in shared:
-                shared.append(common)
-            runs.append({**told, "made": shared.index(common)})
-        lines = ",\n".join(json.dumps(run, sort_keys=True, separators=(",", ":")) for run in runs)
-        path = folder / f"{experiment}.json"
-        replace_text(path, f'{{"made":{json.dumps(shared, sort_keys=True)},\n"runs":[\n{lines}\n]}}\n')
-        written.append(path)
-    return written
+def publish(folder: Path, records: Sequence[Record]) -> None:
+    """Write one experiment's file, smaller than its records: what they share is told once."""
+    shared: list[dict[str, Json]] = []
+    runs = []
+    for record in sorted(records, key=lambda record: (record.name, record.seed)):
+        told = asdict(record)
+        common = {key: told.pop(key) for key in ("versions", "machine")}
+        # The machine's load at the start of each run is no property of the machine.
+        common["machine"] = {k: v for k, v in common["machine"].items() if k != "load_1min"}
+        if common not in shared:
+            shared.append(common)
+        runs.append({**told, "made": shared.index(common)})
+    lines = ",\n".join(json.dumps(run, sort_keys=True, separators=(",", ":")) for run in runs)
+    text = f'{{"made":{json.dumps(shared, sort_keys=True)},\n"runs":[\n{lines}\n]}}\n'
+    replace_text(folder / f"{records[0].experiment}.json", text)
 
 
 def read_published(folder: Path) -> list[Record]:
