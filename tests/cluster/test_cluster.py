@@ -78,11 +78,12 @@ class TestPorts:
     def test_none_is_used_twice_and_none_is_taken(self, replicas: int, taken: set[int], gateway: int) -> None:
         with pytest.MonkeyPatch.context() as patch, contextlib.closing(Reservations("127.0.0.1")) as mine:
             patch.setattr("sglang_fair.cluster.ports.is_free", lambda host, port: port not in taken)
-            ports = mine.choose(gateway, replicas)
+            ports = mine.choose(gateway, replicas, loads=True)
             used = [ports.gateway, ports.router]
             for replica in ports.replicas:
-                used += [replica.http, replica.kv, replica.kv + 1, replica.rendezvous]
-            assert len(set(used)) == len(used) == 2 + 4 * replicas
+                assert replica.load is not None
+                used += [replica.http, replica.kv, replica.kv + 1, replica.rendezvous, replica.load]
+            assert len(set(used)) == len(used) == 2 + 5 * replicas
             assert not taken & set(used)
             assert not any(mine.take(port) for port in set(used) - {8000})
             patch.setattr("sglang_fair.cluster.ports.is_free", lambda host, port: False)

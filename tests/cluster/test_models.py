@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from router.__main__ import workers as workers_of
 from router.gateway.__main__ import check as check_gateway
-from sglang_fair.cluster.gpus import Machine
 from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.models import dealt, fewest, in_turn, loadable
 from sglang_fair.cluster.options import ConfigError, Options
@@ -19,13 +18,9 @@ from sglang_fair.cluster.plan import Model, Process, build
 from sglang_fair.cluster.ports import Marks, Reservations
 from sglang_fair.settings.program import parse
 from sglang_fair.settings.setting import SettingError
+from tests.cluster.test_cluster import MACHINE, PORTS, after
 
-MACHINE = Machine(2, (), False, "python")
 A, B = Model(Path("/m/a"), "a", "tiny"), Model(Path("/m/b"), "b", "/models/b")
-
-
-def after(argv: tuple[str, ...], option: str) -> str:
-    return argv[argv.index(option) + 1]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +138,7 @@ def test_which_replica_can_load_what(
 
 def test_each_replica_that_can_load_several_has_an_agent() -> None:
     options = Options(models="a=/m/a,b=/models/b", replicas=1, swap="all")
-    reservations = Reservations("127.0.0.1")
-    ports = reservations.choose(0, 1)
-    plan = build(options, "cpu", MACHINE, (A,), ports, (), {0: (A, B)})
+    plan = build(options, "cpu", MACHINE, (A,), PORTS, (), {0: (A, B)})
     (agent,) = plan.of("agent")
     assert (agent.name, after(agent.argv, "--worker")) == ("a0", "r0")
     assert after(agent.argv, "--models") == "a=/m/a,b=/models/b" or "b=" in after(agent.argv, "--models")
@@ -154,4 +147,3 @@ def test_each_replica_that_can_load_several_has_an_agent() -> None:
     assert (up.models, up.loaded) == (("a", "b"), ""), "its agent is going to say which it has"
     gateway = plan.of("gateway")[0].argv
     assert (after(gateway, "--model-name"), after(gateway, "--more-models")) == ("a", "b=/m/b")
-    reservations.close()

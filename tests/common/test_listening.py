@@ -1,6 +1,5 @@
 """Nothing listens beyond this machine unprotected unless somebody says so."""
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from sglang_fair.settings.commands import BAD_INPUT
 from sglang_fair.settings.setting import SettingError, command_line, settings_of
 from sglang_fair.settings.table import SECTIONS, Dashboard, Gateway, Replica, Router
 from tests.support.certificates import Certificates
+from tests.support.programs import main_of
 
 GATEWAY = {"port": 8000, "router": ("tcp://10.0.0.1:1",), "model_name": "tiny", "tokenizer": "/m"}
 
@@ -142,16 +142,6 @@ def test_no_program_listens_elsewhere_unprotected(
         elsewhere = {field: "tcp://10.0.0.1:5555" if field == "bind" else "10.0.0.1"}
         ports = {"admin_host": {"admin_port": 9001}, "http_host": {"http_port": 9002}}.get(field, {})
         words = command_line(SECTIONS[section], {**needed, **ports, **elsewhere})
-        main = importlib.import_module(MODULES[section]).main
         for more, code in (((), BAD_INPUT), (("--insecure",), 0)):
-            assert main([*words, *more, "--print-config"]) == code, (field, more)
+            assert main_of(section)([*words, *more, "--print-config"]) == code, (field, more)
             assert ("is reached from elsewhere" in capsys.readouterr().err) is (code != 0)
-
-
-MODULES = {
-    "cluster": "sglang_fair.cluster.__main__",
-    "replica": "sglang_fair.engines.replica",
-    "router": "router.__main__",
-    "gateway": "router.gateway.__main__",
-    "dashboard": "sglang_fair.dashboard.__main__",
-}

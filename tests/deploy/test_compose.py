@@ -3,7 +3,6 @@
 Nothing is started: that takes images, and a Docker engine.
 """
 
-import importlib
 import json
 import os
 import re
@@ -20,7 +19,6 @@ import pytest
 import yaml
 
 from router.replica_lists import specs
-from sglang_fair import cli
 from sglang_fair.models import __main__ as models
 from sglang_fair.settings import program
 from sglang_fair.settings.commands import run as run_command
@@ -28,6 +26,7 @@ from sglang_fair.settings.table import SECTIONS
 from tests.support.helm import ROOT
 from tests.support.monitoring import FOLDER, RULES
 from tests.support.mounted import ports_of
+from tests.support.programs import main_of
 from tests.support.stand_in import make_tokenizer
 
 DEPLOY = ROOT / "deploy"
@@ -136,11 +135,9 @@ def test_each_program_accepts_its_command_line(
         with monkeypatch.context() as patch:
             for variable, value in composition.services[name].get("environment", {}).items():
                 patch.setenv(variable, value or "")
-            module = importlib.import_module(cli.PROGRAMS[words[0]].module)
-            main = (
-                getattr(module, "main", None) or importlib.import_module(f"{module.__name__}.__main__").main
+            assert main_of(words[0])(["--print-config", *words[1:]]) == 0, (
+                f"{name}: {capsys.readouterr().err}"
             )
-            assert main(["--print-config", *words[1:]]) == 0, f"{name}: {capsys.readouterr().err}"
 
 
 def test_the_tokenizer_is_where_the_gateway_looks(

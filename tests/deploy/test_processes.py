@@ -3,7 +3,6 @@ the keys, certificates and files that it names where it looks for them; it liste
 network policies let through what its arguments imply, and nothing else.
 """
 
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from router.replica_lists import specs
-from sglang_fair import cli
 from sglang_fair.common.curve import Keys
 from sglang_fair.models import __main__ as models
 from sglang_fair.settings import program
@@ -22,6 +20,7 @@ from sglang_fair.settings.commands import run as run_command
 from sglang_fair.settings.table import SECTIONS
 from tests.support.helm import NAMESPACE, VALUES, Container, Manifest, Pod, Rendered, rendered
 from tests.support.mounted import Node, Secrets, ports_of
+from tests.support.programs import main_of
 from tests.support.stand_in import make_tokenizer
 
 with_each = pytest.mark.parametrize("name", VALUES)
@@ -95,9 +94,8 @@ def test_each_program_accepts_its_command_line(
     for one in sites[name].started:
         for variable, value in one.env.items():
             monkeypatch.setenv(variable, value)
-        module = importlib.import_module(cli.PROGRAMS[one.container.program].module)
-        main = getattr(module, "main", None) or importlib.import_module(f"{module.__name__}.__main__").main
-        assert main(["--print-config", *one.arguments]) == 0, f"{one.container}: {capsys.readouterr().err}"
+        words = ["--print-config", *one.arguments]
+        assert main_of(one.container.program)(words) == 0, f"{one.container}: {capsys.readouterr().err}"
 
 
 @with_each

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sglang_fair import cli
 from sglang_fair.cluster import __main__ as cluster_command
 from sglang_fair.cluster.options import Options
 from sglang_fair.settings import file
@@ -148,12 +149,9 @@ def test_what_is_required_is_missed_by_name(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_nothing_starts_on_a_bad_file(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fork_server.PREFIX, raising=False)  # what is forked has one output
-    module = {"cluster": "sglang_fair.cluster", "replica": "sglang_fair.engines.replica", "router": "router",
-              "gateway": "router.gateway", "agent": "sglang_fair.agent",
-              "dashboard": "sglang_fair.dashboard", "feeder": "router.feeder"}[section]  # fmt: skip
     path = write(tmp_path, f"{section}:\n  nothing: 1\n")
     done = subprocess.run(
-        [sys.executable, "-m", module, "--config", str(path)],
+        [sys.executable, "-m", cli.PROGRAMS[section].module, "--config", str(path)],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
