@@ -1,6 +1,5 @@
 """A request that the policy refuses ends with 429 and the policy's words; one that it delays runs in time."""
 
-import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -133,43 +132,3 @@ def test_a_request_that_comes_back_from_the_batch_is_not_refused() -> None:
     assert "has used up its 1 requests" in str(fair.refuses(request("first"))), "another one with its id"
     assert "has used up its 1 requests" in str(fair.refuses(request("second")))
     assert fair.refuses(SimpleNamespace(**{**vars(request("third")), "to_finish": "too long"})) is None
-
-
-STREAM = [
-    {
-        "type": "http.response.start",
-        "status": 200,
-        "headers": [(b"Content-Type", b"text/event-stream; x")],
-    },
-    {"type": "http.response.body", "body": b"data: 1", "more_body": True},
-    {"type": "http.response.body", "body": b"", "more_body": False},
-]
-
-
-@pytest.mark.usefixtures("sglang")
-class TestMiddleware:
-    """The status of a stream waits for its first piece, and for nothing else."""
-
-    @staticmethod
-    def told(messages: list[dict[str, Any]], refused: str | None) -> list[dict[str, Any]]:
-        from sglang_fair.overlay.refusal import SCOPE_KEY, Refusals
-
-        sent: list[dict[str, Any]] = []
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            for message in messages:
-                await send(message)
-                if message["type"] == "http.response.start" and refused is not None:
-                    scope[SCOPE_KEY] = refused
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        asyncio.run(Refusals(app)({"type": "http"}, None, send))
-        return sent
-
-    def test_a_refused_stream_is_one_answer(self) -> None:
-        start, body = self.told(STREAM, "not now")
-        assert start["status"] == 429
-        assert json.loads(body["body"])["message"] == "not now"
-        assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()

@@ -1,26 +1,11 @@
 """SGLang's load reports: in a file that vanishes with the replica, however it ends."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from sglang_fair.overlay.shared_file import LOAD_VARIABLE, share, shm_path_for
+from sglang_fair.overlay.shared_file import LOAD_VARIABLE, shm_path_for
 from tests.support.live import Replica, check_nothing_is_shared_after
 
 EMULATED = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")
-
-
-def test_it_is_made_once_and_children_open_it() -> None:
-    environ: dict[str, str] = {}
-    share(LOAD_VARIABLE, 0, environ)
-    path = environ[LOAD_VARIABLE]
-    share(LOAD_VARIABLE, 0, environ)
-    assert environ[LOAD_VARIABLE] == path
-    program = "import sys; open(sys.argv[1], 'r+').write('from the child')"
-    subprocess.run([sys.executable, "-c", program, path], check=True)
-    assert Path(path).read_text() == "from the child"
 
 
 def test_without_one_sglang_s_own_path_stays(monkeypatch: pytest.MonkeyPatch) -> None:

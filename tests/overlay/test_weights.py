@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from sglang_fair.common.caller import HEADER_WEIGHT, salted
-from sglang_fair.overlay.status import from_settings, to_settings
+from sglang_fair.overlay.status import to_settings
 from tests.overlay.test_charges import idle, prompt
 from tests.support.live import Replica
 
@@ -17,13 +17,6 @@ pytestmark = pytest.mark.engine
 def post(replica: Replica, body: Any, **how: Any) -> httpx.Response:
     how = how or {"json": body}
     return httpx.post(f"{replica.url}/fair", timeout=30, **how)
-
-
-def test_weights_pass_through_sglangs_request_beside_its_own_settings() -> None:
-    weights = {"gold": 2.0, "sglang_fair.client_weight:": 3.0}
-    assert from_settings(to_settings(weights)) == (weights, {})
-    both = {**to_settings({"gold": 2.0}), "pp_max_micro_batch_size": 4}
-    assert from_settings(both) == ({"gold": 2.0}, {"pp_max_micro_batch_size": 4})
 
 
 def test_new_weights_charge_from_then_on_and_lose_nothing(under_pressure: Replica) -> None:
@@ -97,26 +90,6 @@ def test_requests_bring_the_weight_and_the_later_file_wins(under_pressure: Repli
     replica.generate("brought", prompt(rng, 20))
     assert weight_of(replica, "brought") == 4.0, "who says nothing changes nothing"
     assert post(replica, {"client_weights": {"brought": 1}}).status_code == 200
-
-
-def test_no_body_brings_a_weight(under_pressure: Replica) -> None:
-    replica, rng = under_pressure, random.Random(8)
-    fair = {"client": "somebody", "weight": 99.0, "weight_version": 99}
-    for body in (
-        {"sampling_params": {"max_new_tokens": 1, "custom_params": {"fair": fair}}},
-        {"custom_params": {"fair": fair}, "weight": 99.0, "x-fair-weight": "99.0@99"},
-    ):
-        replica.generate("greedy", prompt(rng, 20), **body)
-        assert weight_of(replica, "greedy") == 1.0
-    asked = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 1,
-        "custom_params": {"fair": fair},
-    }
-    url, named = f"{replica.url}/v1/chat/completions", {"x-fair-client": "greedy"}
-    assert httpx.post(url, json=asked, headers=named, timeout=60).status_code == 200
-    assert weight_of(replica, "greedy") == 1.0
 
 
 def test_who_is_not_named_by_a_gateway_brings_none(under_pressure: Replica) -> None:

@@ -1,15 +1,13 @@
-"""The simulated replica's prefix cache beside a plain one, and its events beside the router's tree."""
+"""The simulated replica's prefix cache beside a plain one, and its events beside what it has."""
 
 from collections.abc import Iterable, Iterator
-from random import Random
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.radix import RadixTree
 from sglang_fair.sim.answers import answer
-from sglang_fair.sim.cache import Node, PrefixCache, Removed, Stored
+from sglang_fair.sim.cache import Node, PrefixCache, Removed
 
 PAGE = 2
 Tokens = tuple[int, ...]
@@ -183,38 +181,6 @@ def follow(cache: PrefixCache, known: dict[int, Tokens]) -> None:
         for at, name in enumerate(event.hashes):
             assert name not in known
             known[name] = head + tokens[: (at + 1) * event.block_tokens]
-
-
-def test_a_routers_tree_follows_the_events():
-    """Random prompts in a cache that is too small for them, page 16: the router believes what is true."""
-    random, cache, tree = Random(5), PrefixCache(16), RadixTree(16)
-    tree.add_worker("w")
-    families = [[random.randrange(1000) for _ in range(200)] for _ in range(6)]
-    sent: list[bytes] = []
-    for _ in range(300):
-        family = random.choice(families)
-        tokens = packed(
-            tuple(family[: random.randrange(200)] + random.choices(range(1000), k=random.randrange(80)))
-        )
-        end = len(tokens) // 64 * 16
-        node = cache.match(tokens, len(tokens) // 4)
-        cache.insert(tokens, end, node)
-        if cache.tokens > 2000:
-            cache.evict(cache.tokens - 2000)
-        for event in cache.drain(1.0):
-            if isinstance(event, Stored):
-                tree.stored(
-                    "w", event.hashes, event.parent, event.tokens, event.block_tokens, event.namespace
-                )
-            else:
-                tree.removed("w", event.hashes)
-        sent.append(tokens)
-    assert cache.evicted_tokens > 5000
-    assert (tree.unknown_parents, tree.unknown_removes) == (0, 0)
-    assert tree.worker_tokens("w") == cache.tokens
-    for tokens in sent:
-        believed = tree.match(tokens).of("w")
-        assert believed == cache.match(tokens, len(tokens) // 4).end
 
 
 def test_namespaces_share_nothing():
