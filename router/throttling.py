@@ -1,7 +1,7 @@
 """The throttle as the router applies it: one decision for all gateways, for each call once.
 
 A call is judged with its first `Arrive`. What was decided is remembered by the message's id, so that a question that is
-asked again gets the same answer; further attempts at a call, and later parts of its stream, only join their
+repeated gets the same answer; further attempts at a call, and later parts of its stream, only join their
 interaction. `core.throttle` decides; without a throttle the calls of interactions are numbered all the same, because
 replicas put calls of interactions first that have begun.
 """
@@ -39,7 +39,7 @@ MOST_JUDGED = 10_000
 class Throttling:
     """`kind`: whether and how calls are refused. ValueError for an unknown one.
 
-    For `settle_s` from the first load on, loads are not believed: gateways tell a router that was restarted which
+    For `settle_s` from the first load on, loads are ignored: gateways report to a router that was restarted which
     interactions are under way, and a call of another gateway's may come before that.
     """
 
@@ -105,7 +105,7 @@ class Throttling:
             self._under_way[event.id] = _name(event), event.last
 
     def begun(self, event: Begun, now_s: float) -> None:
-        """A gateway tells a router that it has not met before what it remembers."""
+        """What a gateway remembers, which this router has not met before."""
         self._interactions.tick(now_s)
         for client, app, interaction, calls, due in event.interactions:
             name = Interaction(client, app, interaction)
@@ -122,7 +122,7 @@ class Throttling:
             self._interactions.end(name, is_answered=is_last and is_served)
 
     def load(self, event: Load, now_s: float) -> None:
-        """A worker says how much it has to do."""
+        """A worker's report."""
         self._believes_s = min(self._believes_s, now_s + self.settle_s)
         try:
             self._overload.report(
@@ -136,7 +136,7 @@ class Throttling:
         self._overload.predict(workers, now_s)
 
     def worker_gone(self, worker: str) -> None:
-        """What it has said holds no more."""
+        """Its reports no longer count."""
         self._overload.forget(worker)
 
     def post(self, event: SetLimits) -> None:

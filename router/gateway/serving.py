@@ -285,7 +285,7 @@ class Serving:
         interactions, name, now_s = self._gateway.interactions, self._interaction, time.monotonic()
         if place.due is not None and place.due.slo_class in self._gateway.classes.seconds:
             self._promise = self._row.promise = place.due.promise(now_s)
-        interactions.told(name, place.call or interactions.calls(name) + 1)
+        interactions.accepted(name, place.call or interactions.calls(name) + 1)
         if self._promise is not None:
             interactions.promise(name, self._promise)
 

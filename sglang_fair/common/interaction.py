@@ -42,27 +42,26 @@ class Part(NamedTuple):
 
     def headers(self) -> dict[str, str]:
         """For the replica."""
-        said = {HEADER_APP: self.app, HEADER_INTERACTION: self.interaction, HEADER_STAGE: self.stage}
-        return {name: value for name, value in said.items() if value} | (
-            {HEADER_LAST: "1"} if self.is_last else {}
-        )
+        last = "1" if self.is_last else ""
+        names = (HEADER_APP, self.app), (HEADER_INTERACTION, self.interaction), (HEADER_STAGE, self.stage)
+        return {header: value for header, value in (*names, (HEADER_LAST, last)) if value}
 
 
 def part_of(headers: Mapping[str, str], metadata: object = None) -> Part:
     """What a request with these headers (lower-case names) and this `metadata` says."""
     keys = metadata if isinstance(metadata, Mapping) else {}
 
-    def said(header: str, key: str) -> str:
+    def read(header: str, key: str) -> str:
         text = headers.get(header, "").strip()
         if not text and isinstance(value := keys.get(key), str) and len(value) <= MOST_CHARS:
             text = value.strip()
         return text
 
     return Part(
-        bounded(said(HEADER_APP, "app")),
-        bounded(said(HEADER_INTERACTION, "interaction")),
-        bounded(said(HEADER_STAGE, "stage")),
-        said(HEADER_LAST, "last") == "1",
+        bounded(read(HEADER_APP, "app")),
+        bounded(read(HEADER_INTERACTION, "interaction")),
+        bounded(read(HEADER_STAGE, "stage")),
+        read(HEADER_LAST, "last") == "1",
     )
 
 

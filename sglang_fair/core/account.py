@@ -54,7 +54,7 @@ class Account:
     _withheld: defaultdict[str, float] = field(
         default_factory=lambda: defaultdict(float), init=False, repr=False
     )
-    """Charges of running requests that the policy is told at their end (`Policy.charges_at_end`)."""
+    """Charges of running requests that are passed to the policy at their end (`Policy.charges_at_end`)."""
     _price: Cost = field(init=False, repr=False)
     """In whose units the policy counts service, before a request's scale."""
 
@@ -144,9 +144,9 @@ class Account:
             self.ledger.record(client, output=count, service=units)
             if self.payers is not None:
                 self._swing.charged(client, units)
-            told = scaled[client] if policy.scales else count
-            policy.charge(client, price.output_weight * told)
-            self._owed_tokens[client] -= told
+            counted = scaled[client] if policy.scales else count
+            policy.charge(client, price.output_weight * counted)
+            self._owed_tokens[client] -= counted
 
     def retract(self, job: Job) -> None:
         """The engine took `job` back. What was computed of it will be computed again, at the server's expense; what was
@@ -187,7 +187,7 @@ class Account:
                 own.set(client, weight)
 
     def tell_weight(self, client: str, weight: float, version: int) -> bool:
-        """A request says that its client has `weight` (`Weights.tell`). Returns whether that changes it; then it is as
+        """A request came with its client's `weight` (`Weights.tell`). Returns whether that changes it; then it is as
         after `set_weights`. O(1), and O(running requests) for a change where outputs are predicted."""
         own = self.policy.weights
         if own is None or not own.is_news(client, weight, version):

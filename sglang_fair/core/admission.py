@@ -84,7 +84,7 @@ class Admission:
         self._corrections_left = CORRECTIONS_PER_PASS
         self._deferrals_left = DEFERRALS_PER_PASS
         self._passed_over: Job | None = None
-        """The last candidate, if `confirm` said no."""
+        """The last candidate, if `confirm` was False."""
         self._stuck: set[str] = set()
         """Clients that the engine has passed over since it last admitted one of their requests."""
         self._gave_way = False
@@ -147,7 +147,7 @@ class Admission:
     def begin_pass(self, cached_tokens: int, can_decode: Callable[[], bool] = lambda: True) -> None:
         """The engine starts to form a batch. Looks some waiting requests up; `cached_tokens` is the size of the cache,
         which shows that it has changed. `can_decode`: whether a decode step could be made in place of this one, without
-        taking anybody's memory; if not, those that run have to wait."""
+        taking a request's memory; if not, those that run have to wait."""
         if cached_tokens != self._cached_tokens:
             self._cached_tokens = cached_tokens
             self._prefixes.changed()

@@ -129,7 +129,7 @@ class Interactions:
         open_ = self._find(name)
         return None if open_ is None or open_.calls >= self.most_calls else open_.promise
 
-    def told(self, name: Interaction, number: int) -> None:
+    def accepted(self, name: Interaction, number: int) -> None:
         """Another process has accepted a call of it as number `number`; the call waits or runs."""
         if name.id:
             self._join(name, 0).calls = number

@@ -24,14 +24,14 @@ class Job:
     unblocks: int = 0
     """Requests of its program that its sender holds back until this one is answered."""
     weight: float | None = None
-    """Its client's weight, by the tenants' file; None: it says none."""
+    """Its client's weight in the tenants' file; None: it has none."""
     weight_version: int = 0
-    """Of that file: the latest says what holds."""
+    """Of that file: the latest holds."""
     arrived_s: float = 0.0
     """By the clock of the engine."""
     attempt: str = ""
-    """What it is one of, as the gateway calls it: of several answers to a prompt, or of several prompts. Who asks why
-    that waited is told of them all. Empty: only itself."""
+    """The gateway's id of the attempt of which it is one of several answers, or prompts: `explain` shows them all under
+    it. Empty: its own id."""
     app: str = ""
     interaction: str = ""
     stage: str = ""
@@ -42,7 +42,7 @@ class Job:
     slo_class: str = ""
     """By which promise (`common.deadlines`)."""
     tier: int = 0
-    """0: within its client's share of the cluster; 1: beyond it. As its gateway says."""
+    """0: within its client's share of the cluster; 1: beyond it. Set by its gateway."""
     system_tokens: int = 0
     """Of its prompt: those of system messages, which are taken for its beginning. As its sender calls its messages."""
 
@@ -64,7 +64,7 @@ class Job:
 
     # `Account`: what the engine did for it so far.
     scale: float = 1.0
-    """What the policy is told of its cost is multiplied by this (`Policy.scale`)."""
+    """What the policy counts of its cost is multiplied by this (`Policy.scale`)."""
     path: Sequence[Hashable] = ()
     """The blocks of its prompt (`payers.path_of`), known from its admission on where clients share prices."""
     extend_tokens: int = 0

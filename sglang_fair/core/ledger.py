@@ -53,8 +53,8 @@ class Usage:
 
 @dataclass
 class Ledger:
-    """Usage per account. At most `max_clients` are kept by name; of those that nobody asked to `keep`, the longest
-    unused are added up in `OTHERS`."""
+    """Usage per account. At most `max_clients` are kept by name; of those that are not kept for good (`keep`), the
+    longest unused are added up in `OTHERS`."""
 
     max_clients: int = 10_000
     total: Usage = field(default_factory=Usage)

@@ -63,7 +63,7 @@ class Policy(ABC):
     """How often rounds had to pass because no client that waits had credit. None: there are no rounds."""
 
     scales: bool = False
-    """`scale` may be other than 1. The account then tells it prices, not costs."""
+    """`scale` may be other than 1. It is then charged prices, not costs."""
 
     price: Cost | None = None
     """What this policy counts for service, before the scale. None: its cost. The books are in costs."""
@@ -128,12 +128,12 @@ class Policy(ABC):
         """
 
     def scale(self, job: Job) -> float:
-        """Units of this policy for each unit of the cost function; asked once, when `job` is admitted. The books stay
+        """Units of this policy for each unit of the cost function; read once, when `job` is admitted. The books stay
         in units of the cost function."""
         return 1.0
 
     def ended(self, job: Job) -> None:
-        """`job`, which had been admitted, has ended, by itself or by abort; all its charges were told."""
+        """`job`, which had been admitted, has ended, by itself or by abort, and was charged in full."""
 
     def admitted(self, job: Job) -> None:
         """`job` was admitted and its first chunk was charged."""

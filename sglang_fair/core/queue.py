@@ -69,7 +69,7 @@ class FairQueue:
 
     def refuses(self, job: Job) -> str | None:
         """Why a new request may not wait here, for its sender; None: it may, and `arrive` follows at once."""
-        self._hear(job)
+        self._read_weight(job)
         return None if job.system else self.policy.refuses(job)
 
     def arrive(self, job: Job) -> None:
@@ -83,7 +83,7 @@ class FairQueue:
             self._first.put(job, job.arrival)
             return
         self._wait(job.client)
-        self._hear(job)
+        self._read_weight(job)
         self.policy.arrive(job)
 
     def leave(self, job_id: str) -> None:
@@ -103,21 +103,21 @@ class FairQueue:
     # ---- what clients are entitled to
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Somebody sets clients' weights by hand; see `Account.set_weights`. A weight that requests tell stays."""
+        """Set clients' weights by hand; see `Account.set_weights`. A weight that came with requests stays."""
         self.account.set_weights(weights)
         for client in weights:
             self._reweighed(client)
 
-    def _hear(self, job: Job) -> None:
-        """What the newest tenants' file says of its client, holds for all of that client's requests."""
+    def _read_weight(self, job: Job) -> None:
+        """The weight in the newest tenants' file holds for all of its client's requests."""
         if job.weight is None or job.system:
             return
         if self.account.tell_weight(job.client, job.weight, job.weight_version):
             self._reweighed(job.client)
 
     def _reweighed(self, client: str) -> None:
-        for tell in self.reweighed:
-            tell(client)
+        for call in self.reweighed:
+            call(client)
 
     # ---- what goes next
 

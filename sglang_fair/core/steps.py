@@ -37,7 +37,7 @@ from sglang_fair.core.waits import BATCH, MEMORY
 DEFAULT_STALL_MS = 100.0
 
 LEAST_SHARE = 1 / 8
-"""Part of the time that decode steps get at least, if somebody runs and somebody else has prompts."""
+"""Part of the time that decode steps get at least, if one client runs and another has prompts."""
 
 PACE = 1.25
 """A token may take so many times as long as its client's share of the engine would need for it alone."""
@@ -141,7 +141,7 @@ class PromptsFirst(Listener):
         return False
 
     def forced(self) -> None:
-        """The next step is for prompts although somebody is behind, for no decode step could be made."""
+        """The next step is for prompts although a client is behind, for no decode step could be made."""
 
     def put_off(self) -> None:
         """Prompts were put off for a pass."""

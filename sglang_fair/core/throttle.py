@@ -39,7 +39,7 @@ SILENT_S = 5.0
 """A replica that has reported nothing for so long counts as not overloaded."""
 
 PREDICTED_S = 5.0
-"""That deadlines will be missed is said again within so long, as long as it holds."""
+"""A prediction of missed deadlines holds for so long, unless it is repeated."""
 
 LEAST_RETRY_S = 1.0
 
@@ -134,7 +134,7 @@ class Refusal:
 @dataclass(slots=True)
 class _Worker:
     pressure: float
-    heard_s: float
+    reported_s: float
     since_s: float
     """Since when it has been overloaded, if it is."""
 
@@ -148,7 +148,7 @@ class Overload:
         self._overloaded: OrderedDict[str, _Worker] = OrderedDict()
         """Those that are; the one that has been silent for longest first."""
         self._predicted: dict[str, float] = {}
-        """Since when, and that it was last said."""
+        """Since when it is predicted of each, and when it was last."""
         self._predicted_s = -inf
 
     def report(
@@ -203,12 +203,12 @@ class Overload:
 
     def _drop_silent(self, now_s: float) -> None:
         overloaded = self._overloaded
-        while overloaded and now_s - next(iter(overloaded.values())).heard_s >= SILENT_S:
+        while overloaded and now_s - next(iter(overloaded.values())).reported_s >= SILENT_S:
             overloaded.popitem(last=False)
 
     def _pressure(self, worker: str, now_s: float) -> float:
         known = self._workers.get(worker)
-        return known.pressure if known is not None and now_s - known.heard_s < SILENT_S else 0.0
+        return known.pressure if known is not None and now_s - known.reported_s < SILENT_S else 0.0
 
 
 class Throttle:
@@ -235,7 +235,7 @@ class Throttle:
         self._siblings: OrderedDict[Interaction, tuple[float, Refusal]] = OrderedDict()
         """Refused interactions, and until when."""
         self._own: OrderedDict[str, int] = OrderedDict()
-        """Users' own limits, as last heard; the latest `MOST_REMEMBERED`."""
+        """Users' own limits, as their last calls had them; the latest `MOST_REMEMBERED`."""
 
     def follow(self, rules: Rules) -> None:
         """From now on these hold. What was counted stays."""

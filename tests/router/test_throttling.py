@@ -272,8 +272,8 @@ def test_no_call_of_an_open_interaction_is_refused_whatever_restarts(seed: int) 
     for step in range(300):
         now_s = step * 0.5
         if random.random() < 0.02:
+            silent_s |= {name: now_s for _, name, *_ in running}
             made, running = settling(), []
-            silent_s |= dict.fromkeys(opened, now_s)
             for gateway in gateways:
                 gateway.hears_s = now_s + random.random() * SETTLE_S
         fill(made, now_s)
@@ -307,7 +307,7 @@ def test_no_call_of_an_open_interaction_is_refused_whatever_restarts(seed: int) 
         else:
             opened[name] = opened.get(name, 0) + 1
             silent_s.pop(name, None)
-            gateway.interactions.told(name, answer.call)
+            gateway.interactions.accepted(name, answer.call)
             running.append((answer.id, name, is_last, gateway))
     event(f"refused: {refused > 0}")
 
