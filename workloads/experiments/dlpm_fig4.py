@@ -105,12 +105,9 @@ class Figure4(Experiment):
             "For one batching point of one worker, ms (medians)",
             "D | queue | metadata | synchronisation | prefix match | one decode step",
             [
-                [
-                    name.split(".")[0],
-                    int(name.split(".")[1]),
-                    *(1000 * one[f"{part}_s"] for part in (*PARTS, "decode")),
-                ]
+                [degree, int(queue), *(1000 * one[f"{part}_s"] for part in (*PARTS, "decode"))]
                 for name, one in at.items()
+                for degree, queue in [name.split(".")]
             ],
         )
         panels = [

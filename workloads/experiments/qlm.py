@@ -9,7 +9,7 @@ from sglang_fair.bench.queue import measure_plan
 from workloads.deadlines.measures import attained, measure, percentile
 from workloads.deadlines.run import Outcome
 from workloads.deadlines.traffic import Stream
-from workloads.experiments.claims import Part, Table, at_least, at_most, graded
+from workloads.experiments.claims import Entry, Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Measured, Result, Row, TrafficSpec, medians
 from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.qlm_setting import (
@@ -176,14 +176,9 @@ class Sweep(Deadlines):
         met = [rate for rate in rates if at[f"qlm.{rate}"]["attained"] >= MOST_MET]
         widest = max(met, key=lambda rate: over("fcfs_models", rate)) if met else rates[0]
         busiest = met[-1] if met else rates[0]
-        speed, goodput, beside_shepherd = (
-            ratio(at, f"qlm.{busiest}", f"{name}.{busiest}", path)
-            for name, path in (
-                ("fcfs_models", "throughput_per_s"),
-                ("fcfs_models", "goodput_per_s"),
-                ("shepherd", "throughput_per_s"),
-            )
-        )
+        mine, fcfs, shepherd = (f"{name}.{busiest}" for name in ("qlm", "fcfs_models", "shepherd"))
+        speed, goodput = (ratio(at, mine, fcfs, f"{what}_per_s") for what in ("throughput", "goodput"))
+        beside_shepherd = ratio(at, mine, shepherd, "throughput_per_s")
         over_fcfs = over("fcfs_models", widest)
         over_shepherd = max(over("shepherd", rate) for rate in met or rates[:1])
         over_edf = min(over("edf", rate) for rate in rates)
@@ -217,31 +212,19 @@ class Sweep(Deadlines):
 
 def _by_rate(at: Mapping[str, Result]) -> Iterator[Part]:
     rates = swept(at)
-    labels = [SYSTEMS[name][0] for name in SWEPT]
-    chats, speeds = SWEPT[:-1], SWEPT[:-1]
-    interactive = "classes/interactive/attained"
-    yield Table(
-        "In time",
-        " | ".join(["requests/s", *labels, *(f"{label}, interactive" for label in labels[:-1])]),
-        [[float(r), *columns(at, SWEPT, r), *columns(at, chats, r, interactive)] for r in rates],
-    )
-    yield Table(
-        "Requests a second, and those in time",
-        " | ".join(["requests/s", *labels, *(f"{label}, in time" for label in labels[:-1])]),
-        [
-            [
-                float(r),
-                *columns(at, SWEPT, r, "throughput_per_s"),
-                *columns(at, speeds, r, "goodput_per_s"),
-            ]
-            for r in rates
-        ],
-    )
-    xs = [float(rate) for rate in rates]
+    labels, xs = [SYSTEMS[name][0] for name in SWEPT], [float(rate) for rate in rates]
+    for title, path, other_path, word in (
+        ("In time", "attained", "classes/interactive/attained", "interactive"),
+        ("Requests a second, and those in time", "throughput_per_s", "goodput_per_s", "in time"),
+    ):
+        head = " | ".join(["requests/s", *labels, *(f"{label}, {word}" for label in labels[:-1])])
+        both = ((SWEPT, path), (SWEPT[:-1], other_path))
+        numbers = [[one for names, what in both for one in columns(at, names, r, what)] for r in rates]
+        yield Table(title, head, [[x, *row] for x, row in zip(xs, numbers, strict=True)])
     lines = {
         SYSTEMS[name][0]: (xs, [100 * at[f"{name}.{rate}"]["attained"] for rate in rates]) for name in SWEPT
     }
-    panel = Panel(y="in time, %", x="requests/s", lines=lines, swept=True)
+    panel = Panel("in time, %", lines, "requests/s", swept=True)
     caption = "Part of the requests whose first token is in time, by requests a second."
     yield Figure("attained", caption, [[panel]])
 
@@ -364,12 +347,12 @@ class Models(Deadlines):
             loading them from disk | Four of five models have a replica without swapping, and groups make
             swaps so rare that a slow one costs little.""")
         labels = [SYSTEMS[name][0] for name in SEVERAL]
+        head = " | ".join(["replicas", "Batch-1 requests/s", *labels])
         for title, path in (("In time", "attained"), ("Requests a second", "throughput_per_s")):
-            yield Table(
-                title,
-                " | ".join(["replicas", "Batch-1 requests/s", *labels]),
-                [[replicas, rate, *columns(at, SEVERAL, name, path)] for replicas, rate, name in runs],
-            )
+            lines: list[list[Entry]] = [
+                [replicas, rate, *columns(at, SEVERAL, name, path)] for replicas, rate, name in runs
+            ]
+            yield Table(title, head, lines)
         parts = (base, "no-swap", "cold", "no-eviction", "random")
         head = """system | in time = attained | served = ended | requests/s = throughput_per_s |
             models loaded = swaps | seconds of loading = swap_s"""
@@ -505,14 +488,9 @@ class Queues(Deadlines):
             by request | Half of the requests has an hour, so nobody misses more than the others; and
             SHEPHERD's whole batches load few models, too.""")
         labels = [SYSTEMS[name][0] for name in QUEUED_UP]
-        yield Table(
-            "In time",
-            " | ".join(["requests/s of each class", *labels, "points over the best"]),
-            [
-                [float(rate), *columns(at, QUEUED_UP, rate), least]
-                for rate, least in zip(rates, best, strict=True)
-            ],
-        )
+        head = " | ".join(["requests/s of each class", *labels, "points over the best"])
+        parts = zip(rates, best, strict=True)
+        yield Table("In time", head, [[float(r), *columns(at, QUEUED_UP, r), least] for r, least in parts])
         yield {"points_over_best_empty": empty, "points_over_best_long": long}
 
 
