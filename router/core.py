@@ -87,6 +87,8 @@ class Router:
         suspects: Suspects | None = None,
     ) -> None:
         self.name = name or type(placement).__name__
+        self.run = ""
+        """Of this process: after a restart it is another one."""
         self.now_s = 0.0
         self.counts: Counter[str] = Counter()
         self.tree = RadixTree(page_size, max_tree_tokens or LEAST_TREE_TOKENS, MAX_HOLD_PART)
@@ -221,7 +223,7 @@ class Router:
 
     def listing(self, question: str = "") -> Workers:
         """The workers, limits and plans that peers are told of, as the answer to `question`."""
-        return self.workers.listing(question, self.throttling.posted, self.plans)
+        return self.workers.listing(question, self.run, self.throttling.posted, self.plans)
 
     def state(self) -> dict[str, object]:
         """The state as plain maps, strings and finite numbers. None stands for infinity."""

@@ -18,13 +18,11 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
 
 from router.core import Router
 from router.events import (
     Agent,
-    Answer,
     Done,
     Event,
     PeerGone,
@@ -93,9 +91,9 @@ class Shell:
         self._peer_timeout_s = peer_timeout_s
         self._replay_timeout_s = replay_timeout_s
         self._keys = keys
-        self._name = uuid.uuid4().hex
+        router.run = uuid.uuid4().hex
         self._replicas: dict[str, Replica] = {}
-        self._workers = Workers("", (), router=self._name)
+        self._workers = router.listing()
         """As the peers were last told."""
         self._time = ActiveClock(2 * TURN_MS / 1e3)
         self._heard_s: dict[bytes, float] = {}
@@ -152,8 +150,8 @@ class Shell:
         self.loop.close()
 
     def listing(self) -> Workers:
-        """The workers and limits that peers are told of."""
-        return msgspec.structs.replace(self._router.listing(), router=self._name)
+        """The workers and limits that peers know of."""
+        return self._router.listing()
 
     def snapshot(self) -> dict[str, object]:
         """The core's state, and that of the wire."""
@@ -171,7 +169,9 @@ class Shell:
                 self._end(error)
                 raise
             for to, answer in actions:
-                if self._send(to, encode(self._completed(answer))):
+                if isinstance(answer, Snapshot):
+                    answer.state["wire"] = self.state()
+                if self._send(to, encode(answer)):
                     continue
                 if isinstance(answer, Place):
                     events.append((Undelivered(answer.id), to))
@@ -195,14 +195,6 @@ class Shell:
                 if replica.addresses[0] is not None
             },
         }
-
-    def _completed(self, answer: Answer) -> Answer:
-        """`answer` with what only the shell knows: the counters of the wire, the name of this run."""
-        if isinstance(answer, Snapshot):
-            return Snapshot(answer.id, {**answer.state, "wire": self.state()})
-        if isinstance(answer, Workers):
-            return msgspec.structs.replace(answer, router=self._name)
-        return answer
 
     def _turn(self) -> None:
         """Looks at what is due, again and again."""

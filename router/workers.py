@@ -249,12 +249,13 @@ class WorkerTable:
         """Takes back what `peer` has said; the workers that are well again."""
         return [worker for worker in self if self.vote(peer, worker, ok=True)]
 
-    def listing(self, request_id: str, limits: Posted | None, plans: bool = False) -> Workers:
+    def listing(self, request_id: str, run: str, limits: Posted | None, plans: bool) -> Workers:
         return Workers(
             request_id,
             tuple(worker.up for worker in self),
             draining=tuple(w.name for w in self if w.draining),
             sick=tuple(w.name for w in self if w.sick),
+            router=run,
             limits=limits,
             plans=plans,
         )
