@@ -1,4 +1,4 @@
-"""The latest requests of a process, found by their names: what gateway, router and replica remember them in.
+"""The latest requests of a process, found by their names: what a gateway and a replica remember them in.
 
 Names may be anything, and come again: a look-up finds all requests that had one, and can be limited to one client.
 """

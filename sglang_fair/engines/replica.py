@@ -114,7 +114,7 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
     elif options.device == "cpu":
         kv_tokens, max_running = kv_tokens or 24_576, max_running or 64
         is_small = model.weight_bytes is not None and model.weight_bytes < SMALL_MODEL_BYTES
-        # A prefill chunk stops everybody's streams for as long as it takes.
+        # A prefill chunk stops all streams for as long as it takes.
         arguments += [*cpu.SERVER_ARGUMENTS, "--chunked-prefill-size", "2048" if is_small else "512"]
     if kv_tokens:
         arguments += ["--max-total-tokens", str(kv_tokens)]

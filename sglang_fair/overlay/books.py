@@ -161,7 +161,7 @@ class Books:
         self._times.launched()
 
     def is_busy(self) -> bool:
-        """Whether anybody waits or runs."""
+        """Whether a request waits or runs."""
         return len(self.queue) > 0 or bool(self.queue.running())
 
     def set_weights(self, weights: Mapping[str, float]) -> None:

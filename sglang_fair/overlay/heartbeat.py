@@ -57,7 +57,7 @@ class Heartbeat:
 def attach(rank: int | None, environ: MutableMapping[str, str] = os.environ) -> Heartbeat:
     """The heartbeat of the scheduler of data-parallel rank `rank`; None for one that follows another's steps.
 
-    Without shared memory, or a slot in it, nobody reads what it writes.
+    Without shared memory, or a slot in it, what it writes is not read.
     """
     path = environ.get(VARIABLE)
     if path is None or rank is None or rank >= SLOTS:

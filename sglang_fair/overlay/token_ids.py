@@ -18,12 +18,12 @@ def are_wanted(request: Any) -> bool:
 
 async def noted(outputs: AsyncGenerator[Any, None], *, are_new: bool) -> AsyncGenerator[Any, None]:
     """`outputs`, each with the ids that are new in it; `are_new`: they hold no others."""
-    told = 0
+    seen = 0
     async with aclosing(outputs):
         async for output in outputs:
             ids = output.get("output_ids") or [] if isinstance(output, dict) else []
-            new = list(ids) if are_new else list(ids[told:])
-            told += len(new)
+            new = list(ids) if are_new else list(ids[seen:])
+            seen += len(new)
             yield {**output, _KEY: new} if new else output
 
 

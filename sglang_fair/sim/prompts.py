@@ -115,7 +115,7 @@ class Prompts(Decoding):
         )
 
     def _can_decode(self) -> bool:
-        """A decode step is possible without taking anybody's memory, or what the rest of a cut prompt needs."""
+        """A decode step is possible without taking memory from a request, or what the rest of a cut prompt needs."""
         if not self.decoding:
             return False
         pages = self.pool.free_pages + self.cache.evictable_tokens // self.settings.page_tokens
