@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.client import RouterGone
-from router.gateway.checks import check
-from router.gateway.errors import RETRY_AFTER_S, ApiError, ErrorBody
+from router.gateway.errors import RETRY_AFTER_S, ApiError, ErrorBody, check
 
 Handler = Callable[[Request], Awaitable[Response]]
 Answering = Callable[[Any, Request], Awaitable[msgspec.Struct | Response]]

@@ -15,8 +15,7 @@ from router.events import Arrive, Due, Place, Refuse, Suspicion
 from router.gateway.access.directory import Known
 from router.gateway.answer.reply import Reply
 from router.gateway.answer.resume import Diverged, Resumable
-from router.gateway.answer.sse import DONE
-from router.gateway.answer.typed import error_event
+from router.gateway.answer.sse import DONE, error_event
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.record import Exchange, Try

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.gateway.answer.sse import stream_of, usage_of
-from router.gateway.answer.typed import TypedStream, Usage, error_event
+from router.gateway.answer.sse import TypedStream, Usage, error_event, stream_of, usage_of
 from router.gateway.errors import ANTHROPIC_TYPES, ApiError, of_replica
 from router.gateway.request.kinds import ANTHROPIC, BY_HEADER, PATHS, WITHOUT_ENGINE, Kind, style_of
 from router.gateway.request.names import Names

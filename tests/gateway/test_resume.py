@@ -159,27 +159,6 @@ def with_losses(client: Client, engine: Engine, cuts: list[int], rng: random.Ran
     client.read(engine, rng, None)
 
 
-@settings(max_examples=examples(60))
-@given(
-    kind=st.sampled_from(KINDS),
-    limit=st.integers(1, 40),
-    stop=st.sampled_from([None, ["a"], ["bc", "é."], ["abcdef", "d"]]),
-    cuts=st.lists(st.integers(1, 45), max_size=3),
-    seed=st.integers(0, 2**32),
-)
-def test_wherever_it_is_cut_the_client_reads_the_same(
-    tokenizer: Path, kind: str, limit: int, stop: list[str] | None, cuts: list[int], seed: int
-) -> None:
-    rng = random.Random(seed)
-    engine = Engine(tokenizer)
-    body = request(kind, f"prompt {seed % 1000} é", limit, stop)
-    calm = Client(tokenizer, kind, body)
-    calm.read(engine, random.Random(0), None)
-    client = Client(tokenizer, kind, body)
-    with_losses(client, engine, cuts, rng)
-    assert client.reading() == calm.reading()
-
-
 def test_a_tool_call_is_not_begun_again(tokenizer: Path) -> None:
     resumable = Resumable(Client(tokenizer, "chat", request("chat", "once", 9)).call)
     call = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "id": "x"}]}}]}
@@ -199,35 +178,43 @@ def sampled(kind: str, text: str, limit: int, **more: Any) -> dict[str, Any]:
     return body
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(210))
 @given(
     kind=st.sampled_from(KINDS),
     limit=st.integers(1, 40),
+    greedy=st.none() | st.sampled_from([[], ["a"], ["bc", "é."], ["abcdef", "d"]]),
     cuts=st.lists(st.integers(1, 45), max_size=4),
     seed=st.integers(0, 2**32),
 )
-def test_a_sampled_stream_is_whole_wherever_it_is_cut(
-    tokenizer: Path, kind: str, limit: int, cuts: list[int], seed: int
+def test_a_stream_is_whole_wherever_it_is_cut(
+    tokenizer: Path, kind: str, limit: int, greedy: list[str] | None, cuts: list[int], seed: int
 ) -> None:
-    """No token is lost, none comes twice, and the text is that of the tokens, also in the middle of a character."""
-    rng = random.Random(seed)
-    client = Client(tokenizer, kind, sampled(kind, f"prompt {seed % 1000} é", limit))
-    with_losses(client, Engine(tokenizer, rng=rng), cuts, rng)
-    got, ids = client.reading(), list(client.resumable._ids)
+    """A greedy one, with stop texts, reads as if it had not been cut. Of a sampled one no token is lost, none comes
+    twice, and the text is that of the tokens, also in the middle of a character."""
+    rng, text = random.Random(seed), f"prompt {seed % 1000} é"
+    engine = Engine(tokenizer, rng=rng)
+    body = sampled(kind, text, limit) if greedy is None else request(kind, text, limit, greedy)
+    client = Client(tokenizer, kind, body)
+    with_losses(client, engine, cuts, rng)
+    got = client.reading()
     assert b"token_ids" not in client.got
+    if greedy is not None:
+        calm = Client(tokenizer, kind, body)
+        calm.read(engine, random.Random(0), None)
+        assert got == calm.reading()
+        return
     client.resumable._read_all()
-    assert len(ids or client.resumable._ids) == limit
-    prompt = client.tokens.ids(client.call)
+    ids, prompt = list(client.resumable._ids), client.tokens.ids(client.call)
+    assert len(ids) == limit
     before = client.tokens.text(prompt[-5:])
-    whole = client.tokens.text(prompt[-5:] + list(client.resumable._ids))[len(before) :]
-    assert got["text"] == whole
+    assert got["text"] == client.tokens.text(prompt[-5:] + ids)[len(before) :]
     if kind == "generate":
         assert (got["ends"], len(got["ids"])) == (1, limit)
-        assert (got["meta"]["prompt_tokens"], got["meta"]["completion_tokens"]) == (len(prompt), limit)
+        counts = got["meta"]
     else:
         assert got["ends"] == ["length"]
-        [usage] = got["usage"]
-        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), limit)
+        [counts] = got["usage"]
+    assert (counts["prompt_tokens"], counts["completion_tokens"]) == (len(prompt), limit)
     assert len(got["names"]) == 1
     for leg in client.legs[1:]:
         assert len(Engine(tokenizer).prompt(kind, leg)) >= len(prompt)

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.sharing.round_robin import RoundRobin
-from router.gateway.sharing.thread_pool import STEPS_PER_TURN, FairThreadPool
+from router.gateway.sharing.thread_pool import STEPS_PER_TURN, FairThreadPool, RoundRobin
 from tests.support.waiting import eventually
 
 CLIENTS = st.sampled_from("abcd")

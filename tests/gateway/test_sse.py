@@ -5,8 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.answer.sse import Stream, usage_of
-from router.gateway.answer.typed import Usage
+from router.gateway.answer.sse import Stream, Usage, usage_of
 from tests.gateway.clusters import call
 
 TEXT = {"choices": [{"delta": {"content": 'b "usage":{ \n\n'}}]}

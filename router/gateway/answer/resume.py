@@ -17,8 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from router.gateway.answer.sse import COMMENTS, DONE, TOKEN_IDS, data_of, split
-from router.gateway.answer.typed import END_OF_EVENT
+from router.gateway.answer.sse import COMMENTS, DONE, END_OF_EVENT, TOKEN_IDS, data_of, split
 from router.gateway.request.call import Call, encode_body
 from router.gateway.request.continuation import (
     FREQUENCY,

@@ -13,8 +13,7 @@ from router.events import Done, Place, Progress, Suspicion
 from router.events import Outcome as Ending
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
-from router.gateway.answer.sse import stream_of, usage_of
-from router.gateway.answer.typed import TypedStream, Usage
+from router.gateway.answer.sse import TypedStream, Usage, stream_of, usage_of
 from router.gateway.clients import header_safe
 from router.gateway.errors import describe, of_replica
 from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected

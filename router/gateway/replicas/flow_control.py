@@ -5,15 +5,15 @@ would therefore make it look dead, and everything in flight there would be given
 
 Rule. After half a window of request bodies the replica is asked whether it is ready (`GET /ready`); the question queues
 behind those bodies, so its answer acknowledges them. When a whole window is unacknowledged, further requests wait, the
-clients in turn (`round_robin`). A replica that keeps up is never waited for. Unit: bytes of bodies. Bound: at most
-two windows and two requests are unread, because the answer may overtake what was sent just before the question.
-Leaks: each gateway process has a window of its own.
+clients in turn. A replica that keeps up is never waited for. Unit: bytes of bodies. Bound: at most two windows and two
+requests are unread, because the answer may overtake what was sent just before the question. Leaks: each gateway process
+has a window of its own.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from router.gateway.sharing.round_robin import RoundRobin
+from router.gateway.sharing.thread_pool import RoundRobin
 
 WINDOW_BYTES = 1 << 18
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from router.gateway.checks import check
-from router.gateway.errors import ApiError
+from router.gateway.errors import ApiError, check
 from router.gateway.request.call import Call, make_call
 from router.gateway.request.kinds import KINDS, WITHOUT_ENGINE, Kind
 from router.gateway.request.names import Names
