@@ -180,17 +180,6 @@ def test_a_failed_dispatch_is_asked_again_elsewhere_and_costs_no_credit():
     assert made.tree.match(PROMPT).holders == (second.worker,)
 
 
-def test_an_id_in_flight_belongs_to_its_gateway():
-    made = router("a")
-    ask(made, "1", peer=b"g")
-    answer = ask(made, "1", peer=b"h")
-    assert isinstance(answer, Refuse)
-    assert not answer.retry
-    assert isinstance(ask(made, "1", peer=b"g"), Place)
-    assert made.state()["in_flight"] == 1
-    assert made.state()["workers"]["a"]["in_flight"] == 1
-
-
 # -- peers
 
 
@@ -503,16 +492,6 @@ def test_a_worker_that_says_up_again_is_the_same_unless_it_moved():
     made.handle(WorkerUp("a", "http://elsewhere", "tcp://kv"), 0.0)
     assert made.state()["in_flight"] == 0
     assert ask(made, "2").url == "http://elsewhere"
-
-
-def test_capacity_divides_the_load():
-    made = Router(D2lpm(worker_quantum=1e6), page_size=16)
-    made.handle(WorkerUp("a", "", capacity=3.0), 0.0)
-    made.handle(WorkerUp("b", "", capacity=1.0), 0.0)
-    for number in range(40):
-        tokens = np.full(32, number, "<u4").tobytes()
-        made.handle(Arrive(str(number), "c", tokens), 0.0)
-    assert [worker["in_flight"] for worker in made.state()["workers"].values()] == [30, 10]
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
