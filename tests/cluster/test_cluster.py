@@ -17,12 +17,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import zmq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.client import RouterClient
-from router.events import Query, Snapshot, WorkerDown, WorkerUp, decode_answer, encode
+from router.events import WorkerDown, WorkerUp
 from sglang_fair.cluster.child import Child, session_members
 from sglang_fair.cluster.console import example as example_request
 from sglang_fair.cluster.gpus import Gpu, Machine
@@ -406,17 +404,6 @@ async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> No
         await asyncio.sleep(0.01)
 
 
-def workers(endpoint: str) -> list[str]:
-    """Names of the workers that a router knows."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
-        peer.linger, peer.rcvtimeo = 0, int(1000 * LIMIT_S)
-        peer.connect(endpoint)
-        peer.send(encode(Query("q")))
-        answer = decode_answer(peer.recv())
-    assert isinstance(answer, Snapshot)
-    return list(answer.state["workers"])
-
-
 class TestSupervisor:
     def test_starts_in_order_and_stops_in_order(self) -> None:
         outcome, record = supervise(cluster(program("r0", SERVES), program("r1", SERVES)))
@@ -471,33 +458,25 @@ class TestSupervisor:
 
         asyncio.run(run())
 
-    def test_a_dead_replica_is_started_again_and_the_router_is_told(self) -> None:
+    def test_a_dead_replica_is_started_again_once_what_it_left_is_gone_and_the_router_is_told(self) -> None:
         link = Told()
 
         async def kill(supervisor: Supervisor, record: Record) -> None:
             before = record.pids["r0"]
+            orphans = [p.pid for p in psutil.Process(before).children()]
+            assert orphans
             os.kill(before, signal.SIGKILL)
             await until(lambda: record.ready.count("r0") == 2)
+            assert not any(lives(pid) for pid in orphans)
             await until(lambda: link.news[-1:] == ["r0 up"])
             assert supervisor.pids["r0"] != before
             supervisor.stop()
 
-        outcome, record = supervise(cluster(program("r0", SERVES), program("r1", SERVES)), kill, link=link)
+        plan = cluster(program("r0", IS_STUBBORN, grace_s=0.1), program("r1", SERVES))
+        outcome, record = supervise(plan, kill, link=link)
         assert outcome is True
         assert record.deaths == [("r0", "killed by SIGKILL")]
         assert link.news == ["r0 down", "r0 up"]
-
-    def test_what_a_dead_replica_leaves_is_gone_before_it_starts_again(self) -> None:
-        async def kill(supervisor: Supervisor, record: Record) -> None:
-            orphans = [p.pid for p in psutil.Process(record.pids["r0"]).children()]
-            assert orphans
-            os.kill(record.pids["r0"], signal.SIGKILL)
-            await until(lambda: record.ready.count("r0") == 2)
-            assert not any(lives(pid) for pid in orphans)
-            supervisor.stop()
-
-        outcome, _ = supervise(cluster(program("r0", IS_STUBBORN, grace_s=0.1)), kill)
-        assert outcome is True
 
     def test_a_new_router_is_told_who_is_down(self, tmp_path: Path) -> None:
         link, gate = Told(), tmp_path / "gate"
@@ -623,39 +602,6 @@ class TestSupervisor:
         assert lines[0] == "x" * 2_000 + " … (3000 more characters)"
         assert lines[1:3] == ["100%", "\N{REPLACEMENT CHARACTER}"]
         assert lines[3].endswith("(298000 more characters)")
-
-    @pytest.mark.slow
-    def test_a_fleet_is_ready_when_the_router_knows_its_replicas(self) -> None:
-        endpoint = f"tcp://127.0.0.1:{free_port()}"
-        router = Process(
-            "router", "router", (sys.executable, "-m", "router", "--bind", endpoint), RouterReady(endpoint),
-            LIMIT_S, LIMIT_S,
-        )  # fmt: skip
-        code = "import time; print('starts', flush=True); time.sleep(1e6)"
-        fleet = Process(
-            "fleet",
-            "fleet",
-            (sys.executable, "-c", code),
-            RouterReady(endpoint, replicas=2),
-            LIMIT_S,
-            LIMIT_S,
-        )
-
-        async def run() -> None:
-            record = Record()
-            async with RouterClient(endpoint, beats=False) as link:
-                supervisor = Supervisor(Plan((router, fleet), endpoint), record)
-                running = asyncio.create_task(supervisor.run())
-                for name in ("r0", "r1"):
-                    await until(lambda: "router" in record.ready and ("fleet", "starts") in record.lines)
-                    assert "fleet" not in record.ready
-                    link.tell(WorkerUp(name, f"http://{name}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
-                    await until(lambda name=name: name in workers(endpoint))
-                await until(lambda: "fleet" in record.ready)
-                supervisor.stop()
-                assert await running is True
-
-        asyncio.run(run())
 
     def test_a_session_that_is_gone_is_not_killed_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its id may be another's by then."""
