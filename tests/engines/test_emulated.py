@@ -1,6 +1,5 @@
 """The emulated GPU: what it makes of a GPU's name, what its processes are told, and a replica and a cluster of it."""
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +24,6 @@ from tests.support.live import Replica
 
 A100 = Emulation("a100-80g", "llama-3.1-8b")
 EMULATED = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")
-
-
-class TestEnvironment:
-    def test_it_reaches_sglang_s_processes_in_the_environment(self) -> None:
-        emulation = Emulation("h200", "llama-2-7b", None, 2.0)
-        variables = settings.environment(emulation)
-        assert settings.read(variables) == emulation
-        assert variables["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
 
 
 class TestReplicaArguments:

@@ -1,17 +1,14 @@
 """Why a request waited, on SGLang's real scheduler: the cause that is told is the one that made it wait."""
 
-import asyncio
 import json
 from typing import Any
 
-import aiohttp
 import httpx
 import pytest
 
-from sglang_fair.core.waits import BATCH, CAUSES, DEFICIT, PROMPTS, STEP
+from sglang_fair.core.waits import CAUSES, DEFICIT, PROMPTS, STEP
 from tests.support import fork_server
 from tests.support.live import Replica
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -47,41 +44,6 @@ def test_who_waits_for_its_clients_deficit_is_overtaken_by_those_who_came_later(
 
 def ask(replica: Replica, id: str, **parameters: str) -> httpx.Response:
     return httpx.get(f"{replica.url}/explain/{id}", params=parameters, timeout=30)
-
-
-def test_a_replica_explains_its_requests(one_at_a_time: Replica) -> None:
-    """One waits until another one is aborted."""
-    replica, blocks, waits = one_at_a_time, "b10c" + "0" * 28, "3a17" + "0" * 28
-
-    async def scenario() -> None:
-        async with aiohttp.ClientSession() as session:
-            first = asyncio.create_task(replica.ask("blocks", [5] * 16, 20_000, session=session, rid=blocks))
-            await asyncio.to_thread(
-                wait_until, lambda: replica.fair()["totals"]["running"] == 1, "the blocker"
-            )
-            second = asyncio.create_task(replica.ask("waits", [6] * 16, 3, session=session, rid=waits))
-            await asyncio.to_thread(
-                wait_until, lambda: ask(replica, waits).status_code == 200, "the one that waits"
-            )
-            [now] = ask(replica, waits).json()["requests"]
-            assert (now["state"], now["outcome"], now["running_at_arrival"]) == ("waiting", None, 1)
-            await asyncio.to_thread(replica.abort, blocks)
-            await asyncio.gather(first, second)
-
-    asyncio.run(scenario())
-    [waited] = ask(replica, waits, client="waits").json()["requests"]
-    assert waited["state"] == "ended"
-    assert waited["outcome"] == "finished"
-    assert max(waited["waited_for_s"], key=waited["waited_for_s"].get) == BATCH
-    assert sum(waited["waited_for_s"].values()) == pytest.approx(waited["waited_s"])
-    assert (waited["extend_tokens"] + waited["cached_tokens"], waited["output_tokens"]) == (16, 3)
-    assert waited["prefill_s"] > 0
-    assert waited["decode_s"] > 0
-    [blocked] = ask(replica, blocks).json()["requests"]
-    assert blocked["outcome"] == "aborted"
-    assert "waits" not in json.dumps(blocked)
-    assert ask(replica, waits, client="blocks").status_code == 404
-    assert ask(replica, "nobody").status_code == 404
 
 
 @pytest.mark.parametrize(
