@@ -5,10 +5,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sglang_fair.bench import gateway, percentile, queue, router
+from sglang_fair.bench import carry_out, gateway, percentile, queue, router
 from sglang_fair.cli import BENCHES
 from sglang_fair.engines.bench import scheduler
 from sglang_fair.engines.bench.scheduler import (
@@ -102,33 +103,34 @@ def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
 # ---- how a bench ends
 
 
-def ends(text: str, *, file: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """What a process says whose bench is `text`."""
-    code = f"""
-from pathlib import Path
-from sglang_fair.bench import carry_out
-from sglang_fair.settings.commands import run
-def measured(show):
-    show("begun")
-    {text}
-file = {file and str(file)!r}
-def main() -> None:
-    carry_out(measured, file and Path(file))
-raise SystemExit(run(main, "sglang-fair bench x", []))
-"""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def refuse(error: BaseException) -> Any:
+    raise error
 
 
-@pytest.mark.slow
-def test_a_bench_ends_in_its_result_a_line_or_130(tmp_path: Path) -> None:
-    good = ends("return {'a': 1}", file=tmp_path / "out.json")
-    assert (good.returncode, good.stdout, good.stderr) == (0, '{"a":1}\n', "begun\n")
-    assert (tmp_path / "out.json").read_text() == good.stdout
-    lost = ends("return {'a': 1}", file=tmp_path / "nowhere" / "out.json")
-    assert (lost.returncode, lost.stdout) == (2, '{"a":1}\n')
-    assert lost.stderr.splitlines()[-1].startswith("sglang-fair bench x: [Errno 2] No such file")
-    bad = ends("raise ValueError('bad')")
-    assert (bad.returncode, bad.stdout, bad.stderr) == (2, "", "begun\nsglang-fair bench x: bad\n")
-    stopped = ends("raise KeyboardInterrupt")
-    assert (stopped.returncode, stopped.stdout) == (130, "")
-    assert stopped.stderr == "begun\nsglang-fair bench x: interrupted\n"
+@pytest.mark.parametrize(
+    ("measured", "place", "code", "out", "last"),
+    [
+        (lambda: {"a": 1}, "sub/out.json", 0, '{"a":1}\n', "begun"),
+        (lambda: {"a": 1}, "file/out.json", 2, '{"a":1}\n', "sglang-fair bench x: [Errno "),
+        (lambda: refuse(ValueError("bad")), "out.json", 2, "", "sglang-fair bench x: bad"),
+        (lambda: refuse(KeyboardInterrupt()), "out.json", 130, "", "sglang-fair bench x: interrupted"),
+    ],
+)
+def test_a_bench_ends_in_its_result_a_line_or_130(
+    measured: Callable[[], Any], place: str, code: int, out: str, last: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "file").touch()
+
+    def bench(show: Callable[[str], None]) -> Any:
+        show("begun")
+        return measured()
+
+    def main() -> None:
+        carry_out(bench, tmp_path / place)
+
+    assert run(main, "sglang-fair bench x", []) == code
+    said = capsys.readouterr()
+    assert said.out == out
+    assert said.err.splitlines()[0] == "begun"
+    assert said.err.splitlines()[-1].startswith(last)
+    assert (tmp_path / place).exists() == (code == 0)

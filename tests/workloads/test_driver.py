@@ -15,7 +15,7 @@ from workloads import wire
 from workloads.arrivals import GammaArrivals
 from workloads.clients import Client
 from workloads.driver import Driver, Endpoint
-from workloads.programs import Call, PackedCodec, Program, TextCodec, TokenCodec, TreeOfThought
+from workloads.programs import Call, PackedCodec, Program, TokenCodec, TreeOfThought
 from workloads.records import Manifest, Records, Run
 from workloads.session import Plan
 
@@ -148,34 +148,15 @@ def test_every_way_to_fail_is_one_record_that_says_so(handler, timeout_s, error)
 
 @pytest.mark.parametrize("kind", [wire.CHAT, wire.COMPLETIONS])
 @pytest.mark.parametrize("usage_in_every_event", [True, False])
-def test_the_openai_interfaces(kind, usage_in_every_event):
-    bodies = []
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        bodies.append(await request.json())
-        response = web.StreamResponse()
-        await response.prepare(request)
-        usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
-        for count, word in enumerate(("To", "day"), start=1):
-            choice = {"delta": {"content": word}} if kind == wire.CHAT else {"text": word}
-            choice["finish_reason"] = "length" if count == 2 else None
-            told = {"usage": {**usage, "completion_tokens": count}} if usage_in_every_event else {}
-            await response.write(b"data: " + json.dumps({"choices": [choice], **told}).encode() + b"\n\n")
-        last = {"choices": [], "usage": {**usage, "completion_tokens": 2}}
-        await response.write(b"data: " + json.dumps(last).encode() + b"\n\ndata: [DONE]\n\n")
-        return response
-
-    def in_text(_: int) -> Program:
-        return TreeOfThought(branches=1, height=2, thought_tokens=2).program("Why?", TextCodec())
-
-    run = drive({wire.PATHS[kind]: answer}, [client(in_text)], kind=kind, endpoint={"model": "m"})
-    assert [(r.outcome, r.prompt_tokens, r.cached_tokens, r.output_tokens) for r in run.requests] == [
-        ("ok", 9, 4, 2)
-    ] * 2
-    prompt = bodies[1]["messages"][0]["content"] if kind == wire.CHAT else bodies[1]["prompt"]
-    assert prompt.startswith("Why?")
-    assert "Today" in prompt
-    assert bodies[0]["model"] == "m"
+def test_usage_counts_wherever_it_comes(kind, usage_in_every_event):
+    answer, usage = wire.Answer(kind), {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
+    for count, word in enumerate(("To", "day"), start=1):
+        choice = {"delta": {"content": word}} if kind == wire.CHAT else {"text": word}
+        told = {"usage": {**usage, "completion_tokens": count}} if usage_in_every_event else {}
+        answer.feed({"choices": [{**choice, "finish_reason": "length" if count == 2 else None}], **told})
+    answer.feed({"choices": [], "usage": {**usage, "completion_tokens": 2}})
+    counts = (answer.prompt_tokens, answer.cached_tokens, answer.output_tokens)
+    assert (answer.text, answer.finished, *counts) == ("Today", True, 9, 4, 2)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

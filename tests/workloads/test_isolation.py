@@ -13,8 +13,6 @@ from workloads.isolation.command import main, our_settings, render
 from workloads.isolation.measures import OURS, STOCK, Observed, Stack, observe, rows
 from workloads.programs import PackedCodec
 from workloads.records import End, Manifest, ProgramRecord, RequestRecord, Run
-from workloads.session import Plan
-from workloads.simulation import Site, simulate
 
 BY_STOCK = Stack(STOCK, "cache_aware", "sglang:fcfs")
 BY_DLPM = Stack(OURS, "d2lpm", "dlpm")
@@ -176,36 +174,6 @@ def test_what_stands_behind_dashes_is_for_our_clusters():
 def test_bad_arguments_are_refused(arguments, said, capsys):
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
-
-
-# ---- the attack itself
-
-
-def simulated(stack, scene, seconds=10.0):
-    clients, at_once = scene.load(PackedCodec(), "0", replicas=1)
-    site = Site(placement="least_requests", policy=stack.policy.removeprefix("sglang:"), hop_s=0.002)
-    plan = Plan(seconds, at_once=at_once, connections_per_client=1_000)
-    return observe(simulate(site, clients, plan), 3.0)
-
-
-@pytest.mark.slow
-def test_stock_starves_a_running_victim_beside_the_trickle():
-    beside, alone = (simulated(BY_STOCK, scene) for scene in (Scene(TRICKLE, victim=True), VICTIM_ALONE))
-    runs = {(BY_STOCK, Scene(TRICKLE, victim=True)): [beside], (BY_STOCK, VICTIM_ALONE): [alone]}
-    (row,) = rows(runs)
-    assert alone.victim_tokens_per_s[VICTIM] > 1_000
-    assert row.victim_share_of_gps is not None
-    assert row.victim_share_of_gps < 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["dlpm", "vtc"])
-def test_a_running_victim_keeps_its_share_beside_the_trickle(policy):
-    stack = Stack(OURS, "d2lpm", policy)
-    beside, alone = Scene(TRICKLE, victim=True), Scene(victim=True)
-    (row,) = rows({(stack, scene): [simulated(stack, scene)] for scene in (beside, alone)})
-    assert row.victim_share_of_gps is not None
-    assert row.victim_share_of_gps >= 0.9
 
 
 @pytest.mark.engine

@@ -1,5 +1,6 @@
 """Traces: what is read, what is refused and where, what stands in, and prompts that share what they should."""
 
+import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from tests.support.budget import examples
 from workloads.programs import Call, Execution, PackedCodec, TextCodec, TokenCodec
-from workloads.statistics import statistics
 from workloads.traces import (
     BLOCK_TOKENS,
     Profile,
@@ -27,16 +27,7 @@ from workloads.traces import (
 from workloads.traces.mooncake import conversation_of
 from workloads.traces.servegen import Lengths, Window
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
-ARENA = DATA / "vtc_arena_trace.jsonl"
-MOONCAKE = DATA / "mooncake_conversation_trace.jsonl"
-SERVEGEN = DATA / "servegen_m-mid"
-
 BYTES = TokenCodec(lambda text: list(text.encode()))
-
-
-def needs(path: Path) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not path.exists(), reason=f"needs the trace at {path}")
 
 
 def prompt(client, index: int) -> Call:
@@ -165,8 +156,9 @@ def test_a_bad_line_is_named(tmp_path, reads, line, message):
         reads(path)
 
 
-def holds_the_papers_statistics(trace: Trace) -> None:
+def test_the_stand_in_has_the_papers_statistics():
     """VTC Figures 11 and 20; the artifact's file has 1,500 requests, the paper's text 2,100."""
+    trace = arena()
     sent = Counter(request.client for request in trace.requests)
     assert len(sent) == pytest.approx(27, abs=2)
     top = sum(count for _, count in sent.most_common(3)) / len(trace.requests)
@@ -177,18 +169,6 @@ def holds_the_papers_statistics(trace: Trace) -> None:
     assert mean(outputs) == pytest.approx(256, rel=0.1)
     assert (min(inputs), min(outputs)) >= (2, 2)
     assert (max(inputs), max(outputs)) <= (1021, 977)
-
-
-@needs(ARENA)
-def test_the_papers_trace_is_read():
-    trace = arena(ARENA)
-    assert len(trace.requests) == 1500
-    holds_the_papers_statistics(trace)
-
-
-def test_the_stand_in_has_the_papers_statistics():
-    trace = arena()
-    holds_the_papers_statistics(trace)
     assert trace.rate_per_s == pytest.approx(3.5, rel=0.06)
     assert trace == arena(seed="0") != arena(seed="1")
 
@@ -216,43 +196,35 @@ def test_conversations_belong_to_one_client_each_and_clients_are_skewed(stand_in
         mooncake(clients=0)
 
 
-def is_like_mooncake(trace: Trace) -> None:
+@pytest.mark.slow
+def test_the_stand_in_is_like_mooncake(stand_in):
     """The file's averages: 12,035 and 343 tokens, 37 % seen before, 3.4 requests a second."""
-    assert trace.rate_per_s == pytest.approx(3.4, rel=0.05)
-    inputs = [request.input_tokens for request in trace.requests]
+    assert stand_in.rate_per_s == pytest.approx(3.4, rel=0.05)
+    inputs = [request.input_tokens for request in stand_in.requests]
     assert mean(inputs) == pytest.approx(12_035, rel=0.08)
     assert median(inputs) == pytest.approx(6_909, rel=0.15)
-    assert mean(request.output_tokens for request in trace.requests) == pytest.approx(343, rel=0.05)
+    assert mean(request.output_tokens for request in stand_in.requests) == pytest.approx(343, rel=0.05)
     seen: set[int] = set()
     shared = 0
-    for request in trace.requests:
+    for request in stand_in.requests:
         known = next((k for k, block in enumerate(request.blocks) if block not in seen), len(request.blocks))
         shared += min(known * BLOCK_TOKENS, request.input_tokens)
         seen.update(request.blocks)
     assert shared / sum(inputs) == pytest.approx(0.374, abs=0.05)
-
-
-@needs(MOONCAKE)
-def test_mooncakes_trace_is_read_and_its_prompts_share_as_it_says():
-    trace = mooncake(MOONCAKE)
-    assert len(trace.requests) == 12_031
-    is_like_mooncake(trace)
-    part = trace.between(0.0, 20.0)
-    found = statistics(
-        client.program(k)
-        for client in part.clients(PackedCodec())
-        for k in range(len(client.arrival_times(until_s=20.0)))
-    )
-    assert found.requests == len(part.requests)
-    assert found.prompt_tokens == pytest.approx(mean(request.input_tokens for request in part.requests))
-    assert found.shared_tokens > BLOCK_TOKENS * 0.9
-
-
-@pytest.mark.slow
-def test_the_stand_in_is_like_mooncake(stand_in):
-    is_like_mooncake(stand_in)
     assert stand_in.between(0.0, 120.0).rate_per_s == pytest.approx(3.4, rel=0.15), "in the midst of it"
     assert stand_in == mooncake(seed="0") != mooncake(seed="1")
+
+
+def test_mooncakes_lines_are_read(tmp_path):
+    path = tmp_path / "t.jsonl"
+    lines = [
+        {"timestamp": 500 * k, "input_length": 600, "output_length": 9, "hash_ids": [7, k]} for k in range(2)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = [
+        (one.arrival_s, one.input_tokens, one.output_tokens, one.blocks) for one in mooncake(path).requests
+    ]
+    assert found == [(0.0, 600, 9, (7, 0)), (0.5, 600, 9, (7, 1))]
 
 
 # ---- ServeGen
@@ -351,16 +323,6 @@ def test_a_profile_is_read_from_its_two_files(tmp_path):
 def test_what_is_wrong_with_a_profile_is_named(tmp_path, rows, lengths, message):
     with pytest.raises(ValueError, match=message):
         servegen(folder(tmp_path, rows, lengths))
-
-
-@needs(SERVEGEN)
-def test_servegens_profiles_are_read_and_mixed():
-    profiles = servegen(SERVEGEN)
-    assert [profile.name for profile in profiles] == [f"chunk-{k}" for k in (0, 1, 10, 12, 13, 14)]
-    assert [len(profile.active) for profile in profiles] == [198, 14, 301, 73, 104, 1931]
-    trace = mix(profiles, clients=60, rate_per_s=10.0, duration_s=600.0)
-    assert trace.rate_per_s == pytest.approx(10.0, rel=0.35)
-    assert len({request.client for request in trace.requests}) > 40
 
 
 # ---- both
