@@ -183,7 +183,8 @@ def capacity(made: Comparison, cluster: Cluster, workload: str, codec: Codec) ->
             Plan(duration_s=120.0, programs_per_client=each, drain_s=120.0),
             Cell(workload, name, seed=name),
         )
-        run, _ = drive(cluster, clients, plan, cell, path=made.path(cell))
+        path = made.folder and made.folder / "records" / f"{name}.{workload}.jsonl"
+        run, _ = drive(cluster, clients, plan, cell, path=path)
         count, last_s = completed(run)
         if count < each * len(clients):
             raise ClusterError(f"{cell}: not every program ended well: {run.errors}")
