@@ -179,10 +179,8 @@ def capacity(made: Comparison, cluster: Cluster, workload: str, codec: Codec) ->
     count, last_s = 0, 1.0
     for name, each in (("warm-up", 1), ("calibration", 16 if SCENARIOS[workload].app == "judge" else 4)):
         clients = comparison.burst(workload, made.case.scale, codec, seed=name)
-        plan, cell = (
-            Plan(duration_s=120.0, programs_per_client=each, drain_s=120.0),
-            Cell(workload, name, seed=name),
-        )
+        plan = Plan(duration_s=120.0, programs_per_client=each, drain_s=120.0)
+        cell = Cell(workload, name, seed=name)
         path = made.folder and made.folder / "records" / f"{name}.{workload}.jsonl"
         run, _ = drive(cluster, clients, plan, cell, path=path)
         count, last_s = completed(run)
