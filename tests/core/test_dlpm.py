@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from string import ascii_letters
 from typing import Any
 
@@ -33,7 +32,6 @@ from tests.support.twins import Literal, Twins
 
 QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
-GOLDEN = Path(__file__).parent / "golden" / "dlpm_trace.txt"
 
 DLPM = settings(max_examples=examples(30))
 
@@ -627,44 +625,3 @@ def test_fractions_do_not_stop_the_rounds():
             done += 1
         assert done == 60
         assert all(units <= quantum * (1 + 1e-9) for units in queue.policy.counters().values())
-
-
-# ---- determinism
-
-
-def golden_trace() -> str:
-    """A run with floods, bursts, shared and private prefixes, chunks and aborts, as text."""
-    case = EngineCase(
-        loads=(
-            ClientHabit("acme", 6, prompt_tokens=(2, 9), output_tokens=(1, 6), families=2, shared_tokens=8),
-            ClientHabit(
-                "bolt", 3, 4, 3, prompt_tokens=(1, 14), output_tokens=(2, 4), shared_tokens=4, private=False
-            ),
-            ClientHabit("core", 2, closed=True, output_tokens=(8, 8), private=False, abort_every=9),
-        ),
-        pool_tokens=90,
-        cache_tokens=96,
-        page_tokens=2,
-        step_tokens=24,
-        block_tokens=2,
-        seed=2026,
-        steps=40,
-    )
-    policy = Dlpm(quantum=40)
-    replica = run(case, policy)
-    lines = ["step client request cached extend"]
-    lines += [f"{a.step} {a.client} {a.id} {a.cached_tokens} {a.extend_tokens}" for a in replica.admissions]
-    lines += [f"deficit {client} {units:g}" for client, units in sorted(policy.counters().items())]
-    lines += [f"service {client} {units:g}" for client, units in sorted(replica.service.items())]
-    return "\n".join([*lines, f"refills {policy.refills}", ""])
-
-
-def test_the_trace_is_the_golden_one_ten_times():
-    """After a wanted change of order, write it anew and read the diff:
-    `python -m tests.core.test_dlpm > tests/core/golden/dlpm_trace.txt`."""
-    expected = GOLDEN.read_text()
-    assert [golden_trace() == expected for _ in range(10)] == [True] * 10, golden_trace()
-
-
-if __name__ == "__main__":
-    print(golden_trace(), end="")

@@ -111,10 +111,6 @@ def test_they_do_while_a_flood_takes_the_cache_five_times_between_their_question
     assert attacked(FairEviction(CAPACITY), [*flood, *attacks, *flood], patience=50) == 1.0
 
 
-def test_lru_lets_a_stream_take_all():
-    assert attacked(LeastRecentlyUsed(), [("stream", 100)] * 100) == 0.0
-
-
 @pytest.mark.slow
 def test_ten_thousand_names_take_what_they_hold_and_no_more():
     words, capacity = fresh_words(), 60_000

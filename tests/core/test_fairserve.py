@@ -422,6 +422,7 @@ def test_fs_p9_with_an_infinite_lead_interactions_that_have_begun_go_first(
 ) -> None:
     made = Engine(Wsc(lead=inf), dict(zip("abcd", kinds, strict=False)), seed).run(120)
     assert made.passed_over == 0
+    assert made.queue.account.bound() is None
 
 
 @settings(max_examples=examples(30))

@@ -20,7 +20,7 @@ from sglang_fair.core.payers import EQUAL, FIRST, PER_USE, Payers, Swing, path_o
 from sglang_fair.core.predictor import MeanOfLast
 from sglang_fair.core.queue import FairQueue
 from tests.support.budget import examples
-from tests.support.engine_model import ClientHabit, EngineCase, cases, run, traced
+from tests.support.engine_model import EngineCase, cases, run, traced
 
 pytestmark = pytest.mark.slow  # together
 
@@ -441,26 +441,3 @@ def test_a_forgotten_swing_is_the_farthest_one():
     assert swing.most_charged == 7
     swing.transferred("b", 1)
     assert swing.most_charged == 8
-
-
-def test_a_refund_breaks_the_lemma_under_vtc():
-    """The smallest counter of those who wait falls."""
-    queue = queue_of(EQUAL)
-    for client in "ab":
-        serve(queue, client, 0 if client == "a" else 63, ends=False)
-        queue.arrive(Job(f"waits {client}", client))
-    before = min(queue.policy.counters().values())
-    serve(queue, "c", 63, ends=False)
-    assert min(queue.policy.counters().values()) < before
-
-
-SHARERS = (ClientHabit("a", 4, private=False), ClientHabit("b", 2, private=False))
-TYPICAL = EngineCase(SHARERS, 60, cache_tokens=64, block_tokens=1, seed=3, steps=40)
-
-
-def test_sharing_changes_who_is_served():
-    """Or these tests would test nothing."""
-    one = run(TYPICAL, Dlpm(quantum=20, newcomers=0))
-    other = run(TYPICAL, Dlpm(quantum=20, newcomers=0), payers=Payers(EQUAL, 1))
-    assert one.admissions != other.admissions
-    assert any(usage.transferred_units for usage in other.queue.account.ledger.accounts().values())

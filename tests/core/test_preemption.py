@@ -70,13 +70,6 @@ def test_who_owes_makes_room_however_long_it_is_overdue():
     assert names(one.choose(urgent(), MISSING, [own, flood], 0.0)) == ["flood"], "nobody for its own client"
 
 
-def test_who_has_had_its_first_token_needs_nobody_to_go():
-    assert names(measured().choose(urgent(), MISSING, [running("long", tier=1)], 0.0)) == ["long"]
-    again = urgent()
-    again.output_tokens = 1
-    assert measured().choose(again, MISSING, [running("long", tier=1)], 0.0) == []
-
-
 def test_an_announced_length_counts_until_it_is_over():
     honest = running("honest", tier=1, expected_output_tokens=11)
     assert measured().choose(urgent(), MISSING, [honest], 0.0) == []
@@ -85,7 +78,9 @@ def test_an_announced_length_counts_until_it_is_over():
 
 
 @pytest.mark.parametrize(
-    "job", [urgent(None), urgent(tier=1), urgent(system=True)], ids=["none", "tier 1", "system"]
+    "job",
+    [urgent(None), urgent(tier=1), urgent(system=True), urgent(output_tokens=1)],
+    ids=["none", "tier 1", "system", "it has had its first token"],
 )
 def test_nobody_goes_for_one_without_a_claim(job):
     assert not measured().may_take_back(job)
@@ -140,12 +135,6 @@ def test_some_are_never_taken_back():
 def test_a_small_one_is_spared_if_the_next_one_suffices():
     runners = [running("small", 3, tier=1, arrival=2), running("large", 10, tier=1, arrival=1)]
     assert names(measured().choose(urgent(), MISSING, runners, 0.0)) == ["large"]
-
-
-def test_places_count_beside_tokens():
-    runners = [running("large", 100, tier=1, arrival=2), running("small", 1, tier=1, arrival=1)]
-    assert names(measured().choose(urgent(), Missing(places=1), runners, 0.0)) == ["large"]
-    assert names(measured().choose(urgent(), Missing(50, 2), runners, 0.0)) == ["large", "small"]
 
 
 jobs = st.builds(

@@ -409,12 +409,6 @@ def test_without_a_number_nobody_is_held_back_before_short_steps_were_seen() -> 
     assert max(flooded(is_warm=False)) == step_s(101)
 
 
-def test_a_client_alone_is_never_held_back() -> None:
-    made = Engine([FLOOD]).run(200)
-    assert made.steps.held_back == 0
-    assert not made.waiting
-
-
 @pytest.mark.slow
 def test_a_target_that_no_step_can_meet_starves_nobody() -> None:
     always = Sender("light", output_steps=(400, 400), sends=1.0)

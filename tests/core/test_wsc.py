@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
-from math import inf
 from random import Random
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.core import make_policy
@@ -17,7 +15,6 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.options import check_together
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.wsc import Wsc
-from tests.support.budget import examples
 
 
 @dataclass(frozen=True)
@@ -154,18 +151,6 @@ habits = st.builds(
 )
 
 
-def test_the_paper_s_rule_has_no_bound() -> None:
-    """One client keeps 30 interactions open, and the others' single calls wait for ever."""
-    many = Habit(open=30, calls=20, waiting=30)
-    gaps = {}
-    for lead in (2.0, inf):
-        made = Engine(Wsc(lead=lead), {"a": many, "b": Habit(), "c": Habit()}, seed=1).run(400)
-        gaps[lead] = made.worst_gap / (made.largest_batch() + 2)
-    assert gaps[2.0] <= 1
-    assert gaps[inf] > 3
-    assert Wsc(lead=inf).bound(1, 1) is None
-
-
 @pytest.mark.parametrize(("lead", "first"), [(0.0, "new"), (2.0, "started")])
 def test_a_call_of_an_interaction_that_has_begun_goes_first(lead: float, first: str) -> None:
     policy = Wsc(lead=lead)
@@ -231,18 +216,6 @@ def test_prices_are_the_policy_s_own(charge: str) -> None:
         "10 of the 30 were not cached"
     )
     assert charged(55, charge=charge, system_price=0.0) == pytest.approx(40 - 35 + 2 * 5)
-
-
-@settings(max_examples=examples(20))
-@given(st.integers(0, 2**20), st.sampled_from(["wsc", "wsc-dlpm"]))
-def test_with_prices_of_its_own_the_bound_holds(seed: int, name: str) -> None:
-    """The engine counts what clients received by 1 and 2 a token; here the policy's counters must stay together."""
-    policy = make_policy(name, input_price=0.5, output_price=3.0, quantum=2.0)
-    habits = {"a": Habit(open=3, calls=4, prompt=(1, 300)), "b": Habit(app="code")}
-    made = Engine(policy, habits, seed).run(200)  # type: ignore[arg-type]
-    bound = made.queue.account.bound()
-    assert bound is not None
-    assert made.worst_gap <= bound
 
 
 def test_a_weight_of_long_ago_loosens_the_bound_no_more_but_the_lead_stays() -> None:

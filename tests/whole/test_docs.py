@@ -128,7 +128,7 @@ def test_prices_are_those_of_the_costs():
 # ---- memory
 
 REQUESTS = 10_000
-LIMITS = (2_200, 2_048, 2_048)
+LIMITS = (2_048, 2_048, 2_048)
 """Bytes for each request that waits, for each further client that waits, for each absent client."""
 
 
