@@ -333,14 +333,14 @@ class Steps(PromptsFirst):
         present, room = self._present[job.client], self._places - self._running
         if not present.running or room > waiting:
             return False
-        kept = 0
+        kept, of_weight = 0, present.running / present.weight * (1 + ROUNDING)
         for name, other in self._present.items():
-            if name == job.client or other.requests == other.running:
+            most, runs = of_weight * other.weight, other.running
+            if most < runs + 1 or other.requests == runs or name == job.client:
                 continue
-            most = present.running * other.weight / present.weight * (1 + ROUNDING)
             if not could_run(name):
                 most = min(most, other.usually(self._now_s))
-            kept += max(0, int(min(most, other.requests)) - other.running)
+            kept += max(0, int(min(most, other.requests)) - runs)
             if kept and kept >= room:
                 return True
         return False
