@@ -285,28 +285,9 @@ def test_the_time_to_finish_is_a_time() -> None:
 
 # ---- whatever comes, in whatever order
 
+KINDS = [*3 * ["ask"], "done", "down", "up", "swap", "wish", "agent", "agent", "fail", "agent dies"]
 STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            [
-                "ask",
-                "ask",
-                "ask",
-                "done",
-                "down",
-                "up",
-                "swap",
-                "wish",
-                "agent",
-                "agent",
-                "fail",
-                "agent dies",
-            ]
-        ),
-        st.integers(0, 2),
-        st.sampled_from(["a", "b"]),
-    ),
-    max_size=80,
+    st.tuples(st.sampled_from(KINDS), st.integers(0, 2), st.sampled_from(["a", "b"])), max_size=80
 )
 
 
