@@ -20,7 +20,7 @@ from router.placement.shares import Shares
 from sglang_fair.core.heap import LazyHeap
 
 STEPS, BUCKETS, LEAST_LEFT_S = 10, 8, 1.0
-NEAR, NEAR_PART = 8, 0.05
+NEAR, NEAR_PART = 16, 0.05
 """So many of those that are due within this part of the promised time are equally urgent: least work decides."""
 SPREAD_S, SLICES = 3_600.0, 8
 """Work that is promised its first token in this time or a longer one is spread over what is left: as much in each of so
