@@ -5,7 +5,7 @@ other item shares (an arrival number, a client's name).
 """
 
 from collections.abc import Hashable, Iterator
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
@@ -28,13 +28,10 @@ class LazyHeap(Generic[Item]):
         old = self._live.get(item)
         if old is not None and old[0] == key:
             return
-        entry, entries = (key, item), self._entries
+        entry = (key, item)
         self._live[item] = entry
-        if old is not None and entries[0] is old:
-            heapreplace(entries, entry)
-            return
-        heappush(entries, entry)
-        if len(entries) > 2 * len(self._live) + SLACK:
+        heappush(self._entries, entry)
+        if len(self._entries) > 2 * len(self._live) + SLACK:
             self._bury()
 
     def discard(self, item: Item) -> None:
