@@ -278,4 +278,7 @@ def _too_much(most_bytes: int) -> ApiError:
 
 
 def _missing(what: str, name: str | None) -> ApiError:
-    return ApiError(404, f"there is no {what} {(name or '')[:100]!r}", code=f"{what}_not_found")
+    message = f"there is no {what} {(name or '')[:100]!r}"
+    if what == "file":
+        return ApiError(404, message, code="file_not_found")
+    return ApiError(404, message, code="batch_not_found")
