@@ -3,13 +3,10 @@
 import gc
 import json
 import random
-from collections import Counter
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from router.core import Router
 from router.events import (
@@ -17,24 +14,16 @@ from router.events import (
     LEAST_CAPACITY,
     Arrive,
     Cleared,
-    Difference,
     Done,
-    Due,
-    Held,
-    PeerGone,
     Place,
     Progress,
     ProtocolError,
     Query,
     Refuse,
     Removed,
-    Running,
     Snapshot,
     Stored,
-    Table,
-    Undelivered,
     WorkerDown,
-    WorkerDrain,
     WorkerHealth,
     WorkerUp,
     decode_answer,
@@ -42,11 +31,11 @@ from router.events import (
     encode,
 )
 from router.placement import PLACEMENTS, build
-from router.placement.contract import Holding
 from router.placement.d2lpm import D2lpm
 from router.wire import pack_tokens
-from tests.support.budget import examples
-from tests.support.tree_check import check, holdings
+from tests.router.model import Model
+from tests.support.budget import seeds
+from tests.support.tree_check import holdings
 
 PROMPT = np.arange(64, dtype="<u4").tobytes()
 
@@ -75,9 +64,20 @@ def test_refuses_without_a_worker():
     made.handle(WorkerUp("a", "http://a"), 0.0)
     assert ask(made, "1", exclude=("a",)) == Refuse("1", "every worker that is up is excluded", True)
     assert ask(made, "1") == Place("1", "a", "http://a", 0)
-    made.handle(WorkerDown("a"), 0.0)
-    assert ask(made, "2").retry
+    made.handle(WorkerHealth("a", False), 0.0)
+    assert ask(made, "2").reason == "no worker takes requests: each drains or does not answer"
     assert counts(made)["refused"] == 3
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_whatever_comes_and_is_lost_each_request_is_answered_and_ends_once(placement):
+    """And a worker is sick while any peer calls it so; whoever asks again gets the same; see `model`."""
+    held = 0
+    for seed in seeds(20):
+        tight = {"slots": 1, "kv_tokens": 64, "chunk_tokens": 0, "tiers": False} if seed % 2 else {}
+        model = Model(placement, excluding=seed % 4 < 2, **tight).walk(seed, 100)
+        held += model.held
+    assert (held > 0) is model.is_holding
 
 
 def test_a_dispatched_prompt_is_matched_at_once_and_gone_when_nothing_confirms_it():
@@ -134,42 +134,6 @@ def test_a_worker_without_events_keeps_what_it_served_and_not_what_failed():
     assert made.tree.match(PROMPT).tokens == 64
 
 
-def test_a_second_done_and_an_unknown_one_are_ignored():
-    made = router("a")
-    ask(made, "1")
-    for _ in range(2):
-        made.handle(Done("1", 7), 0.0)
-    made.handle(Done("2", 7), 0.0)
-    made.handle(Progress("2", 7), 0.0)
-    assert counts(made)["ended ok"] == 1
-    assert counts(made)["output_tokens"] == 7
-    assert counts(made)["done ignored"] == 2
-    assert counts(made)["progress ignored"] == 1
-    assert made.state()["workers"]["a"]["in_flight"] == 0
-    assert made.state()["deficits"] == {"c": {"a": 1000 - 64 - 14}}
-
-
-def test_requests_end_with_their_worker_and_only_once():
-    made = router("a")
-    ask(made, "1")
-    ask(made, "2")
-    made.handle(Progress("1", 5), 0.0)
-    made.handle(WorkerDown("a"), 1.0)
-    assert made.state()["in_flight"] == 0
-    assert counts(made)["ended failed"] == 2
-    made.handle(Done("1", 9, outcome="failed"), 1.0)
-    made.handle(Done("1", 9, outcome="failed"), 1.0)
-    assert counts(made)["done after its worker"] == 1
-    assert counts(made)["done ignored"] == 1
-    assert counts(made)["output_tokens"] == 5
-    made.handle(WorkerUp("a", "http://a"), 2.0)
-    # asked again under its id before the old end was reported: the late report must not end the new one
-    assert ask(made, "2", 2.0) == Place("2", "a", "http://a", 0)
-    assert made.state()["in_flight"] == 1
-    assert made.state()["workers"]["a"]["in_flight"] == 1
-    check(made.tree)
-
-
 def test_a_failed_dispatch_is_asked_again_elsewhere_and_costs_no_credit():
     made = router("a", "b")
     first = ask(made, "1")
@@ -178,66 +142,6 @@ def test_a_failed_dispatch_is_asked_again_elsewhere_and_costs_no_credit():
     assert {first.worker, second.worker} == {"a", "b"}
     assert made.state()["deficits"] == {"c": {first.worker: 1000, second.worker: 1000 - 64}}
     assert made.tree.match(PROMPT).holders == (second.worker,)
-
-
-# -- peers
-
-
-def state_of(made: Router, worker: str = "a") -> str:
-    return made.state()["workers"][worker]["state"]
-
-
-def test_a_new_process_of_a_worker_is_well():
-    made = router("a")
-    made.handle(WorkerHealth("a", False), 0.0, b"g")
-    made.handle(WorkerUp("a", "http://a", "tcp://kv"), 0.0)
-    assert state_of(made) == "sick"
-    made.handle(WorkerUp("a", "http://elsewhere", "tcp://kv"), 0.0)
-    assert state_of(made) == "up"
-    made.handle(WorkerHealth("a", False), 0.0, b"g")
-    assert state_of(made) == "sick"
-
-
-def test_a_peer_that_comes_back_tells_what_it_has_in_flight():
-    made = router("a")
-    ask(made, "1")
-    made.handle(PeerGone(), 1.0, b"g")
-    ((_, difference),) = made.handle(Table("t", ("1",)), 2.0, b"g")
-    assert difference == Difference("t", missing=("1",), unsettled=())
-    made.handle(Running("1", "c", PROMPT, worker="a", output_tokens=3), 2.0, b"g")
-    made.handle(Done("1", 9), 3.0, b"g")
-    made.handle(PeerGone(), 4.0, b"g")
-    assert (counts(made)["ended aborted"], counts(made)["ended ok"]) == (1, 1)
-
-
-def test_what_was_lost_with_its_worker_is_forgotten_with_its_peer():
-    made = router("a")
-    ask(made, "1", peer=b"g")
-    ask(made, "2", peer=b"h")
-    made.handle(WorkerDown("a"), 0.0)
-    made.handle(PeerGone(), 1.0, b"g")
-    for request in "12":
-        made.handle(Done(request), 2.0)
-    assert (counts(made)["done ignored"], counts(made)["done after its worker"]) == (1, 1)
-
-
-def test_the_last_request_of_a_gone_peer_ends_a_drain():
-    made = router("a", "b")
-    placed = ask(made, "1").worker
-    made.handle(WorkerDrain(placed), 0.0)
-    made.handle(PeerGone(), 1.0, b"g")
-    assert placed not in made.state()["workers"]
-
-
-def test_requests_of_a_gone_peer_do_not_wait():
-    made = Router(build("centralized_dlpm", slots=1), page_size=16)
-    made.handle(WorkerUp("a", "http://a", "tcp://kv"), 0.0)
-    assert ask(made, "1", peer=b"g") == Place("1", "a", "http://a", 0)
-    for request, peer in (("2", b"g"), ("3", b"h"), ("4", b"g")):
-        assert made.handle(Arrive(request, "c", PROMPT), 0.0, peer) == [(peer, Held(request))]
-    assert made.handle(PeerGone(), 1.0, b"g") == [(b"h", Place("3", "a", "http://a", 64))]
-    assert (made.state()["in_flight"], made.state()["waiting"]) == (1, 0)
-    assert counts(made)["given up"] == 2
 
 
 def test_centralized_dlpm_hears_what_is_placed_and_nothing_is_known_by_what_is_given_up():
@@ -253,245 +157,7 @@ def test_centralized_dlpm_hears_what_is_placed_and_nothing_is_known_by_what_is_g
     assert admitted == ["1", "3"]
 
 
-HOLDING = {
-    "centralized_dlpm": {"slots": 1},
-    "deadline": {"kv_tokens": 64, "chunk_tokens": 0, "tiers": False},
-    "qlm": {"kv_tokens": 64, "chunk_tokens": 0},
-}
-"""Placements that hold requests, such that a worker has one at a time."""
-
-
-def test_every_placement_that_holds_is_tried():
-    assert {name for name in PLACEMENTS if isinstance(build(name), Holding)} == set(HOLDING)
-
-
-def holding(*workers: str, slots: int = 1) -> Router:
-    """A router that holds what has no free slot."""
-    return made_to_hold("centralized_dlpm", *workers, slots=slots)
-
-
-def made_to_hold(placement: str, *workers: str, **options) -> Router:
-    made = Router(build(placement, **HOLDING[placement] | options), page_size=16)
-    for worker in workers:
-        made.handle(WorkerUp(worker, f"http://{worker}", "tcp://kv"), 0.0)
-    return made
-
-
-def test_what_waits_is_said_to_be_held():
-    made = holding("a")
-    assert ask(made, "1") == Place("1", "a", "http://a", 0)
-    assert ask(made, "2") == ask(made, "2") == Held("2")
-    [(_, found)] = made.handle(Table("t", ("1", "2", "3")), 0.0, b"g")
-    assert found == Difference("t", missing=("3",), unsettled=(), held=("2",))
-    [(_, found)] = made.handle(Table("t", ("1",)), 0.0, b"g")
-    assert found == Difference("t", (), unsettled=("2",)), "the gateway does not wait for it any more"
-    [(_, found)] = made.handle(Table("t", ("2",)), 0.0, b"h")
-    assert found == Difference("t", (), ()), "it is not its request"
-    assert not ask(made, "2", peer=b"h").retry, "nor may it ask for it"
-    assert made.handle(Done("1"), 1.0) == [(b"g", Place("2", "a", "http://a", 64))]
-
-
-def test_what_waits_for_nobody_is_refused():
-    made = holding("a", "b")
-    for name in "12":
-        ask(made, name)
-    ask(made, "3", exclude=("a",))
-    ask(made, "4")
-    [(peer, refused)] = made.handle(WorkerDrain("b"), 1.0)
-    assert (peer, refused.id, refused.retry) == (b"g", "3", True)
-    [(_, refused)] = made.handle(WorkerHealth("a", ok=False), 2.0, b"g")
-    assert refused == Refuse("4", "no worker takes requests: each drains or does not answer", True)
-    assert made.state()["waiting"] == 0
-    assert ask(made, "4") == refused, "as if it had come now"
-
-
-@settings(max_examples=examples(200))
-@given(
-    st.sampled_from(sorted(HOLDING)),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["ask", "ask", "ask", "ask again", "end", "give up", "down", "up", "sick", "well",
-                             "restart", "compare"]),
-            st.integers(0, 99),
-            st.booleans(),
-        ),
-        max_size=60,
-    ),
-)  # fmt: skip
-def test_every_question_is_answered_or_held_whatever_is_lost(placement, steps):
-    """A gateway as the protocol asks of it: it repeats what is not held, and after a comparison what is held no more.
-
-    Messages are lost in both directions, workers and routers come and go. In the end each request has its answer, or
-    is one that the router does hold.
-    """
-    made, now_s = made_to_hold(placement, "a", "b"), 0.0
-    asked: dict[str, Arrive] = {}
-    is_held: dict[str, bool] = {}
-    running: list[str] = []
-
-    def take(actions) -> None:
-        for _, answer in actions:
-            match answer:
-                case Held(name) if name in asked:
-                    is_held[name] = True
-                case Place(name) if name in asked:
-                    del asked[name], is_held[name]
-                    running.append(name)
-                case Refuse(name) if name in asked:
-                    del asked[name], is_held[name]
-
-    def send(event, *, lost: bool) -> None:
-        answers = made.handle(event, now_s, b"g")
-        if not lost:
-            take(answers)
-
-    def compare() -> None:
-        [(_, found), *more] = made.handle(Table("", (*asked, *running)), now_s, b"g")
-        take(more)
-        for name in found.unsettled:
-            send(Done(name, outcome="aborted"), lost=False)
-        for name in [name for name in asked if is_held[name] and name not in found.held]:
-            is_held[name] = False
-            send(asked[name], lost=False)
-
-    for number, (what, at, lost) in enumerate(steps):
-        now_s += 1.0
-        names = list(asked)
-        if what == "ask":
-            exclude = ("a",) if at % 4 == 0 else ()
-            due = (None, Due("interactive", 20.0, 2.0), Due("batch", 60.0, 60.0))[at % 3]
-            asked[str(number)] = Arrive(str(number), f"c{at % 3}", PROMPT, exclude=exclude, due=due)
-            is_held[str(number)] = False
-            send(asked[str(number)], lost=lost)
-        elif what == "ask again" and names:
-            name = names[at % len(names)]
-            if not is_held[name]:
-                send(asked[name], lost=lost)
-        elif what == "give up" and names:
-            name = names[at % len(names)]
-            del asked[name], is_held[name]
-            if not lost:
-                send(Done(name, outcome="failed"), lost=False)
-        elif what == "end" and running:
-            send(Done(running.pop(at % len(running))), lost=lost)
-        elif what in ("down", "up", "sick", "well"):
-            worker = "ab"[at % 2]
-            event = {
-                "down": WorkerDown(worker), "up": WorkerUp(worker, f"http://{worker}"),
-                "sick": WorkerHealth(worker, ok=False), "well": WorkerHealth(worker, ok=True),
-            }[what]  # fmt: skip
-            send(event, lost=lost)
-        elif what == "restart":
-            made = made_to_hold(placement, "a", "b")
-        elif what == "compare":
-            compare()
-    for _ in range(2):
-        compare()
-        for name in [name for name in asked if not is_held[name]]:
-            send(asked[name], lost=False)
-    waiting = {request.id for request, _ in made.waiting.by_id.values()}
-    assert set(asked) == {name for name, held in is_held.items() if held} == waiting
-    if not any(worker["in_flight"] for worker in made.state()["workers"].values()):
-        assert not waiting, "nobody waits for an idle worker"
-
-
-def test_only_the_peer_s_own_request_is_undone_when_it_cannot_be_reached():
-    made = router("a")
-    ask(made, "1", peer=b"g")
-    made.handle(Undelivered("1"), 0.0, b"h")
-    made.handle(Undelivered("2"), 0.0, b"g")
-    assert made.state()["in_flight"] == 1
-    for _ in range(2):
-        made.handle(Undelivered("1"), 0.0, b"g")
-    assert made.state()["in_flight"] == 0
-    assert counts(made)["ended aborted"] == 1
-
-
-PEERS = (b"g", b"h", b"i")
-REQUESTS = tuple("12345678")
-peers_say = st.tuples(
-    st.one_of(
-        st.builds(lambda request: Arrive(request, "c", PROMPT), st.sampled_from(REQUESTS)),
-        st.builds(Done, st.sampled_from(REQUESTS)),
-        st.builds(
-            lambda request, worker: Running(request, "c", PROMPT, worker=worker),
-            st.sampled_from(REQUESTS),
-            st.sampled_from("ab"),
-        ),
-        st.builds(WorkerHealth, st.sampled_from("ab"), st.booleans()),
-        st.builds(WorkerUp, st.sampled_from("ab"), st.just("http://x")),
-        st.builds(WorkerDown, st.sampled_from("ab")),
-        st.builds(Undelivered, st.sampled_from(REQUESTS)),
-        st.builds(PeerGone),
-    ),
-    st.sampled_from(PEERS),
-)
-
-
-@settings(max_examples=examples(300))
-@given(st.lists(peers_say, max_size=60))
-def test_votes_and_requests_belong_to_their_peers(said):
-    """Beside a model of two maps: worker -> the peers that call it sick, request -> its peer and worker."""
-    made = Router(build("round_robin"), page_size=16)
-    votes: dict[str, set[bytes]] = {}
-    flights: dict[str, tuple[bytes, str]] = {}
-    for now_s, (event, peer) in enumerate(said):
-        answers = made.handle(event, float(now_s), peer)
-        match event:
-            case WorkerUp():
-                votes.setdefault(event.worker, set())
-            case WorkerDown():
-                votes.pop(event.worker, None)
-                flights = {name: flight for name, flight in flights.items() if flight[1] != event.worker}
-            case WorkerHealth() if event.worker in votes:
-                (votes[event.worker].discard if event.ok else votes[event.worker].add)(peer)
-            case Arrive():
-                ((to, answer),) = answers
-                assert to == peer
-                if isinstance(answer, Place):
-                    assert flights.get(event.id, (peer, ""))[0] == peer
-                    assert not votes[answer.worker]
-                    flights[event.id] = peer, answer.worker
-                elif answer.retry:  # asked again, and there is nobody to take it
-                    flights.pop(event.id, None)
-            case Running() if event.worker in votes and event.id not in flights:
-                if made.requests_of(peer) > sum(holder == peer for holder, _ in flights.values()):
-                    flights[event.id] = peer, event.worker  # unless it was lost with its worker
-            case Done():
-                flights.pop(event.id, None)
-            case Undelivered() if flights.get(event.id, (b"", ""))[0] == peer:
-                del flights[event.id]
-            case PeerGone():
-                flights = {name: flight for name, flight in flights.items() if flight[0] != peer}
-                for callers in votes.values():
-                    callers.discard(peer)
-        workers = made.state()["workers"]
-        assert {name: worker["state"] == "sick" for name, worker in workers.items()} == {
-            name: bool(callers) for name, callers in votes.items()
-        }
-        assert {name: worker["in_flight"] for name, worker in workers.items()} == {
-            name: sum(worker == name for _, worker in flights.values()) for name in votes
-        }
-        assert [made.requests_of(peer) for peer in PEERS] == [
-            sum(holder == peer for holder, _ in flights.values()) for peer in PEERS
-        ]
-    begun = Counter(counts(made))["placed"] + Counter(counts(made))["taken over"]
-    ended = sum(count for name, count in counts(made).items() if name.startswith("ended "))
-    assert begun - ended == made.state()["in_flight"] == len(flights)
-
-
 # -- workers and loads
-
-
-def test_a_worker_that_says_up_again_is_the_same_unless_it_moved():
-    made = router("a")
-    ask(made, "1")
-    made.handle(WorkerUp("a", "http://a", "tcp://kv", capacity=2.0), 0.0)
-    assert made.state()["in_flight"] == 1
-    assert made.state()["workers"]["a"]["capacity"] == 2.0
-    made.handle(WorkerUp("a", "http://elsewhere", "tcp://kv"), 0.0)
-    assert made.state()["in_flight"] == 0
-    assert ask(made, "2").url == "http://elsewhere"
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)

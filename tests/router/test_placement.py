@@ -5,7 +5,6 @@ import itertools
 import pickle
 import random
 from collections import defaultdict
-from collections.abc import Iterator
 from io import BytesIO
 
 import numpy as np
@@ -18,28 +17,25 @@ from router.core import Router
 from router.events import (
     Arrive,
     Done,
-    Due,
     Held,
     Place,
     Progress,
     Query,
     Refuse,
-    Running,
     Snapshot,
     Stored,
-    WorkerDown,
     WorkerUp,
 )
 from router.placement import PLACEMENTS, build, parameters, parse_options
-from router.placement.contract import Ended, Holding, Request
+from router.placement.contract import Ended, Request
 from router.placement.d2lpm import D2lpm
 from router.placement.preble import Preble, PrefillCost
 from router.radix import Match
 from router.waiting import Waiting
 from router.workers import ExpectedOutputs, Worker
 from sglang_fair.settings.program import parse
-from tests.support.budget import examples, is_night, seeds
-from tests.support.tree_check import check
+from tests.router.model import Model
+from tests.support.budget import examples, seeds
 from tests.support.worker_view import View
 from workloads.simulation import Site
 
@@ -51,127 +47,6 @@ def ids(*tokens: int) -> bytes:
 
 def ended(request: Request, worker: str, matched: int = 0, output: int = 0, outcome="ok", **times) -> Ended:
     return Ended(request, worker, matched, output, outcome, **times)
-
-
-def script(seed: int, steps: int) -> Iterator[tuple[str, object]]:
-    """Arrivals of a few clients with shared prefixes, ends, and workers that go and come."""
-    rng = random.Random(seed)
-    for number in range(steps):
-        roll = rng.random()
-        if roll < 0.6:
-            client = f"c{rng.randrange(5)}"
-            shared = [int(client[1:])] * 4 * rng.randrange(6)
-            prompt = ids(*shared, *(rng.randrange(3) for _ in range(rng.randrange(8))))
-            exclude = tuple(f"w{i}" for i in range(4) if rng.random() < 0.15)
-            due = Due("k", slo_s, slo_s) if (slo_s := rng.choice([0.0, 1.0, 60.0])) else None
-            yield (
-                "arrive",
-                Arrive(
-                    f"{number:08x}", client, prompt, rng.choice([0, 20]), exclude=exclude,
-                    due=due, interaction=rng.choice(["", "i", "j"]),
-                ),
-            )  # fmt: skip
-        elif roll < 0.7:
-            yield "progress", (rng.random(), rng.randrange(1, 30))
-        elif roll < 0.95:
-            yield "done", (rng.random(), rng.randrange(40), rng.choice(["ok", "ok", "aborted", "failed"]))
-        elif roll < 0.975:
-            yield "down", WorkerDown(f"w{rng.randrange(4)}")
-        else:
-            worker = f"w{rng.randrange(4)}"
-            yield "up", WorkerUp(worker, f"http://{worker}", capacity=rng.choice([1.0, 2.0]))
-
-
-def drive(name: str, seed: int, steps: int = 400, **values: object) -> tuple[Router, list[str]]:
-    """Runs a script and checks at every step what must hold for any placement. Returns the choices."""
-    if "slots" in parameters(name):
-        values = {"slots": 4} | values  # so that requests wait
-    if "kv_tokens" in parameters(name):
-        values = {"kv_tokens": 300, "chunk_tokens": 60} | values
-    if "ahead" in parameters(name):
-        values = {"ahead": 600.0} | values
-    router = Router(build(name, **values), name=name, page_size=4, max_tree_tokens=2000)
-    holds = isinstance(build(name), Holding)
-    live: list[str] = []
-    where: dict[str, str] = {}
-    up: set[str] = set()
-    choices: list[str] = []
-    asked: dict[str, tuple[str, ...]] = {}
-
-    def tell(event: object, now: float) -> None:
-        for _, answer in router.handle(event, now):
-            if isinstance(answer, Held):
-                assert answer.id in asked
-                continue
-            exclude = asked.pop(answer.id)
-            if isinstance(answer, Refuse):
-                assert answer.retry
-                assert not up - set(exclude)
-                continue
-            assert isinstance(answer, Place)
-            assert answer.worker in up
-            assert answer.worker not in exclude
-            assert answer.url == f"http://{answer.worker}"
-            live.append(answer.id)
-            where[answer.id] = answer.worker
-            choices.append(answer.worker)
-
-    for worker in ("w0", "w1", "w2"):
-        up.add(worker)
-        tell(WorkerUp(worker, f"http://{worker}"), 0.0)
-    for now, (kind, event) in enumerate(script(seed, steps)):
-        if kind == "arrive":
-            asked[event.id] = event.exclude
-            tell(event, float(now))
-            assert holds or not asked
-        elif kind == "done" and asked and event[0] < 0.2:
-            tell(Done(waits := next(iter(asked)), outcome="aborted"), float(now))
-            asked.pop(waits, None)
-        elif kind == "done" and live:
-            at, output, outcome = event
-            request = live.pop(int(at * len(live)))
-            where.pop(request, None)
-            tell(Done(request, output, outcome=outcome, ttft_s=at, tpot_s=at / 10), float(now))
-        elif kind == "progress" and live:
-            at, output = event
-            router.handle(Progress(live[int(at * len(live))], output), float(now))
-        elif kind == "down":
-            up.discard(event.worker)
-            where = {request: worker for request, worker in where.items() if worker != event.worker}
-            tell(event, float(now))
-        elif kind == "up":
-            up.add(event.worker)
-            tell(event, float(now))
-        check(router.tree)
-        assert router.state()["waiting"] == len(asked)
-        workers = router.state()["workers"]
-        assert set(workers) == up
-        for worker in up:
-            in_flight = sum(1 for held in where.values() if held == worker)
-            assert workers[worker]["in_flight"] == in_flight
-            assert workers[worker]["prefill_tokens"] >= 0
-            assert in_flight <= workers[worker]["decode_tokens"] + 0.1 <= 200 * in_flight + 0.1
-    for request in live:  # grows by those that waited
-        tell(Done(request, 1), float(steps))
-    for request, exclude in asked.items():  # nobody is left whom they would take
-        assert not up - set(exclude)
-        router.handle(Done(request, outcome="aborted"), float(steps))
-    assert router.state()["in_flight"] == router.state()["waiting"] == 0
-    for worker in router.state()["workers"].values():
-        assert [worker[load] for load in ("in_flight", "prefill_tokens", "decode_tokens")] == [0, 0, 0]
-    return router, choices
-
-
-@pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("seed", range(20 if is_night() else 2))
-def test_places_on_workers_that_are_up_and_loses_nothing(name, seed):
-    """Whatever comes: requests with and without deadlines, interactions, ends of all kinds, workers that go."""
-    router, choices = drive(name, seed, steps=200)
-    counts = router.state()["counts"]
-    assert counts["placed"] == len(choices)
-    ends = {key: count for key, count in counts.items() if key.startswith("ended ")}
-    assert counts["placed"] == sum(ends.values())
-    assert "done ignored" not in counts
 
 
 @pytest.mark.slow
@@ -187,7 +62,8 @@ def test_what_waiting_requests_match_is_looked_up_once_and_is_never_out_of_date(
 
     monkeypatch.setattr(Waiting, "_match", checked)
     for seed in range(3):
-        drive("centralized_dlpm", seed)
+        placement = Model("centralized_dlpm").walk(seed, 400).router.placements.first
+        assert not placement._requests | placement._pulled
     assert any(looks)
     assert not all(looks)
 
@@ -195,7 +71,7 @@ def test_what_waiting_requests_match_is_looked_up_once_and_is_never_out_of_date(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_the_same_calls_give_the_same_choices(name):
-    assert drive(name, 7)[1] == drive(name, 7)[1]
+    assert Model(name).walk(7, 200).choices == Model(name).walk(7, 200).choices
 
 
 @pytest.mark.slow
@@ -527,43 +403,6 @@ def centralized(*workers: str, **values) -> Router:
     for worker in workers:
         router.handle(WorkerUp(worker, f"http://{worker}"), 0.0)
     return router
-
-
-def test_centralized_dlpm_answers_when_a_slot_is_free():
-    router = centralized("a", slots=2)
-    for request in ("1", "2"):
-        ((peer, answer),) = router.handle(Arrive(request, "f", ids(1, 2)), 0.0, b"g")
-        assert (peer, answer.id, answer.worker) == (b"g", request, "a")
-    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == [(b"h", Held("3"))]
-    assert router.handle(Arrive("4", "f", ids(1, 2)), 0.0, b"g") == [(b"g", Held("4"))]
-    assert (router.state()["in_flight"], router.state()["waiting"]) == (2, 2)
-    assert router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"h") == [(b"h", Held("3"))]  # and first as before
-    assert router.handle(Arrive("4", "f", ids(1, 2), exclude=("z",)), 0.0, b"g") == [(b"g", Held("4"))]
-    ((_, refused),) = router.handle(Arrive("3", "f", ids(1, 2)), 0.0, b"g")
-    assert isinstance(refused, Refuse)
-    assert router.handle(Done("4", outcome="aborted"), 0.0, b"g") == []  # its client left
-    ((peer, answer),) = router.handle(Done("1", 5), 0.0, b"g")
-    assert (peer, answer) == (b"h", Place("3", "a", "http://a", 0))
-    assert (router.state()["in_flight"], router.state()["waiting"]) == (2, 0)
-    assert router.state()["counts"]["given up"] == 2
-    assert router.state()["counts"]["asked again"] == 1
-
-
-def test_centralized_dlpm_new_workers_pull_and_what_went_elsewhere_waits_no_more():
-    router = centralized("a", slots=1)
-    for number in range(4):
-        router.handle(Arrive(str(number), "f", ids(1, 2), exclude=("b",) if number == 1 else ()), 0.0)
-    assert router.handle(Running("3", "f", ids(1, 2), worker="a"), 0.0) == []
-    assert router.state()["waiting"] == 2
-    ((_, answer),) = router.handle(WorkerUp("b", "http://b"), 0.0)
-    assert (answer.id, answer.worker) == ("2", "b")  # the one before it does not want "b"
-    router.handle(Done("0"), 0.0)
-    ((_, answer),) = router.handle(Done("3"), 0.0)
-    assert (answer.id, answer.worker) == ("1", "a")
-    for request in ("1", "2"):
-        router.handle(Done(request), 0.0)
-    assert not router.placements.first._requests
-    assert not router.placements.first._pulled
 
 
 def test_centralized_dlpm_shares_its_queue(monkeypatch):
