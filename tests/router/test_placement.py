@@ -124,10 +124,10 @@ def choices_of(name: str, seed: int, *, caches: bool = True, progress: bool = Tr
     choices: list[tuple[str, str]] = []
 
     def tell(event: object, now_s: float) -> None:
-        for _, answer in router.handle(event, now_s):
-            assert isinstance(answer, Place)
-            live.append(answer.id)
-            choices.append((answer.id, answer.worker))
+        for place in (answer for _, answer in router.handle(event, now_s) if not isinstance(answer, Held)):
+            assert isinstance(place, Place)
+            live.append(place.id)
+            choices.append((place.id, place.worker))
 
     for worker in WORKERS:
         tell(WorkerUp(worker, "", kv="events"), 0.0)
