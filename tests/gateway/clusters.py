@@ -23,6 +23,7 @@ from router.gateway.gateway import Gateway
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.listener import Listener
 from router.gateway.request.call import Call
+from router.gateway.request.kinds import PATHS
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.placement import build
@@ -36,51 +37,38 @@ from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Tenant
 from tests.support import apis
 from tests.support.site import Seen, read_stream, request
-from tests.support.stand_in import Engine, Server
+from tests.support.stand_in import MODEL, Engine, Server, chunk, event_of, meta, usage
 from tests.support.waiting import eventually
 
 DEADLINE_S = 60.0
 """For what takes little time, on however busy a machine."""
 ROUTER_TIMEOUT_S = 1.0
 """Where the router is to be missed soon."""
-MODEL = "tiny"
+DONE = b"data: [DONE]\n\n"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": MODEL, "prompt": "hi"}
 GENERATE = {"text": "hi", "sampling_params": {"max_new_tokens": 3}}
 ENDPOINTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/generate": GENERATE}
 
 
-class FakeReplica:
-    """SGLang's HTTP wire with answers of 3 tokens a sample; `mode` says how the next requests end.
+class FakeReplica(Server):
+    """A replica without the overlay's token ids: 3 tokens a sample, also of batches; `mode` says how requests end.
 
     Beside it stands /explain, over the overlay's own record.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context_tokens: int | None = None) -> None:
+        super().__init__(None, 0.0)
         self.mode = "ok"
         self.record = Record(make_policy("fcfs"))
-        self.context_tokens: int | None = None
+        self.context_tokens = context_tokens
         self.requests: list[tuple[str, dict, dict]] = []
-        self.aborted: list[str] = []
-        self.working = 0
-        self._cancel: dict[str, asyncio.Event] = {}
-        app = web.Application(client_max_size=1 << 26)
-        for path in apis.BODIES:
-            app.router.add_post(path, self._serve)
-        app.router.add_post("/abort_request", self._abort)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/explain/{id}", self._explain)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        self.url = ""
+        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_get("/explain/{id}", self._explain)
 
-    async def start(self) -> None:
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def close(self) -> None:
-        await self._runner.cleanup()
+    @property
+    def working(self) -> int:
+        return self.work["running"]
 
     @property
     def body(self) -> dict:
@@ -89,44 +77,35 @@ class FakeReplica:
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": MODEL, "max_model_len": self.context_tokens}]})
 
-    async def _abort(self, request: web.Request) -> web.Response:
-        rid = (await request.json())["rid"]
-        self.aborted.append(rid)
-        if rid in self._cancel:
-            self._cancel[rid].set()
-        return web.Response()
+    async def _explain(self, request: web.Request) -> web.Response:
+        self.record.tick(time.monotonic())
+        found = self.record.find(request.match_info["id"], request.query.get("client"))
+        return web.json_response({"requests": found}, status=200 if found else 404)
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+    async def _answer(self, kind: str, body: dict, request: web.Request) -> web.StreamResponse:
         self.requests.append((request.path, dict(request.headers), body))
-        self.working += 1
-        [rid, *_] = self._rids(request, body)
-        job = Job(rid, request.headers["x-fair-client"], 5, extend_tokens=3, cached_tokens=2, output_tokens=3)
+        given = body.get("rid") or body.get("request_id") or request.headers[HEADER_ATTEMPT]
+        rids = given if isinstance(given, list) else [given]
+        job = Job(
+            rids[0], request.headers["x-fair-client"], 5, extend_tokens=3, cached_tokens=2, output_tokens=3
+        )
         job.attempt = request.headers[HEADER_ATTEMPT]
         has_answered = False
         try:
             for note in (self.record.arrive, self.record.admit, self.record.computed):
                 self.record.tick(time.monotonic())
                 note(job)
-            answer = await self._answer(request, body)
+            answer = await self._ended(kind, body, rids, request)
             has_answered = True
             return answer
         finally:
-            self.working -= 1
             self.record.tick(time.monotonic())
             self.record.finish(job, "finished" if has_answered else "aborted")
 
-    @staticmethod
-    def _rids(request: web.Request, body: dict) -> list[str]:
-        given = body.get("rid") or body.get("request_id") or request.headers[HEADER_ATTEMPT]
-        return given if isinstance(given, list) else [given]
-
-    async def _explain(self, request: web.Request) -> web.Response:
-        self.record.tick(time.monotonic())
-        found = self.record.find(request.match_info["id"], request.query.get("client"))
-        return web.json_response({"requests": found}, status=200 if found else 404)
-
-    async def _answer(self, request: web.Request, body: dict) -> web.StreamResponse:
+    async def _ended(
+        self, kind: str, body: dict, rids: list[str], request: web.Request
+    ) -> web.StreamResponse:
+        """As `mode` says."""
         if self.mode == "die":
             request.transport.abort()
             return web.Response()
@@ -134,105 +113,69 @@ class FakeReplica:
             return web.json_response({"object": "error", "message": "as told"}, status=int(self.mode))
         if self.mode == "silent":
             await asyncio.sleep(DEADLINE_S)
-        rids = self._rids(request, body)
-        if body.get("stream"):
-            return await self._answer_stream(request, body, rids)
-        if self.mode == "endless":
-            cancel = self._cancel[rids[0]] = asyncio.Event()
-            await cancel.wait()
-        return web.json_response(self._whole(request.path, body, rids))
-
-    async def _answer_stream(self, request: web.Request, body: dict, rids: list[str]) -> web.StreamResponse:
+        if not body.get("stream"):
+            if self.mode == "endless":
+                await asyncio.Event().wait()
+            return web.json_response(self._whole(kind, body, rids))
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         if self.mode == "die after headers":
             request.transport.abort()
             return response
-        sent = 0
-        async for event in self._events(request.path, body, rids):
-            if self.mode == "no end" and event == b"[DONE]":
+        for sent, event in enumerate(self._events(kind, body, rids)):
+            if self.mode == "no end" and event == DONE:
                 break
-            await response.write(event if event.endswith(b"\n\n") else b"data: " + event + b"\n\n")
-            sent += 1
             if self.mode == "die midway" and sent == 2:
                 await response.write(b'data: {"cut')
                 request.transport.abort()
-                return response
+                break
+            await asyncio.sleep(0.002 if self.mode == "endless" and sent > 2 else 0)
+            await response.write(event)
         return response
 
-    async def _events(self, path: str, body: dict, rids: list[str]) -> AsyncIterator[bytes]:
-        if path in ("/v1/responses", "/v1/messages"):
-            for event in apis.events(path, rids[0], self._pieces(), MODEL, 5):
-                await asyncio.sleep(0.002 if self.mode == "endless" else 0)
-                yield event
+    def _events(self, kind: str, body: dict, rids: list[str]) -> Iterator[bytes]:
+        tokens = count() if self.mode == "endless" else iter(range(3))
+        if kind in ("responses", "messages"):
+            yield from apis.events(PATHS[kind], rids[0], (f"t{token}" for token in tokens), MODEL, 5)
             return
-        samples = self._samples(path, body, rids)
-        for token in range(3):
+        samples = self._samples(kind, body, rids)
+        for token in tokens:
             for index, rid in samples:
-                yield self._event(path, rid, index, token)
-        tokens = 3
-        while self.mode == "endless":
-            await asyncio.sleep(0.002)
-            yield self._event(path, rids[0], 0, tokens)
-            tokens += 1
-        if path != "/generate" and (body.get("stream_options") or {}).get("include_usage"):
-            chunk = {"id": rids[0], "choices": [], "usage": self._usage(3 * len(samples))}
-            yield json.dumps(chunk, separators=(",", ":")).encode()
-        yield b"[DONE]"
+                if kind == "generate":
+                    told = {
+                        "text": "t" * (token + 1),
+                        "meta_info": meta(rid, None, 5, token + 1, 2),
+                        "index": index,
+                    }
+                elif kind == "completions":
+                    told = chunk(kind, {"id": rid}, {"index": index, "text": f"t{token}"})
+                else:
+                    delta = {"role": "assistant", "content": f't{token} "usage":{{}}'}
+                    told = chunk(kind, {"id": rid, "usage": None}, {"index": index, "delta": delta})
+                yield event_of(told)
+        if kind != "generate" and (body.get("stream_options") or {}).get("include_usage"):
+            yield event_of({"id": rids[0], "choices": [], "usage": usage(5, 3 * len(samples), 2)})
+        yield DONE
 
-    def _pieces(self) -> Iterator[str]:
-        numbers = count() if self.mode == "endless" else iter(range(3))
-        return (f"t{number}" for number in numbers)
-
-    def _event(self, path: str, rid: str, index: int, token: int) -> bytes:
-        if path == "/generate":
-            event = {"text": "t" * (token + 1), "meta_info": self._meta(rid, token + 1), "index": index}
-        elif path == "/v1/completions":
-            event = self._head(rid, "text_completion", {"index": index, "text": f"t{token}"})
-        else:
-            delta = {"role": "assistant", "content": f't{token} "usage":{{}}'}
-            event = self._head(rid, "chat.completion.chunk", {"index": index, "delta": delta}) | {
-                "usage": None
-            }
-        return json.dumps(event, separators=(",", ":")).encode()
-
-    @staticmethod
-    def _head(rid: str, kind: str, *choices: dict) -> dict[str, Any]:
-        choices = tuple({"finish_reason": None, **choice} for choice in choices)
-        return {"id": rid, "object": kind, "created": 1, "model": MODEL, "choices": choices}
-
-    def _whole(self, path: str, body: dict, rids: list[str]) -> object:
-        if path not in ("/v1/chat/completions", "/v1/completions", "/generate"):
-            return apis.whole(path, rids[0], "ttt", MODEL, apis.Counts(5, 3, 2))
-        samples = self._samples(path, body, rids)
-        if path == "/generate":
-            answers = [{"text": "ttt", "meta_info": self._meta(rid, 3)} for _, rid in samples]
+    def _whole(self, kind: str, body: dict, rids: list[str]) -> object:
+        if kind not in ("chat", "completions", "generate"):
+            return apis.whole(PATHS[kind], rids[0], "ttt", MODEL, apis.Counts(5, 3, 2))
+        samples = self._samples(kind, body, rids)
+        if kind == "generate":
+            answers = [{"text": "ttt", "meta_info": meta(rid, None, 5, 3, 2)} for _, rid in samples]
             return answers if isinstance(body["rid"], list) or len(answers) > 1 else answers[0]
-        message = {"role": "assistant", "content": "ttt"}
-        choices = [
-            {"index": i, "text": "ttt", "message": message, "finish_reason": "stop"} for i, _ in samples
-        ]
-        kind = "chat.completion" if path == "/v1/chat/completions" else "text_completion"
-        return self._head(rids[0], kind, *choices) | {"usage": self._usage(3 * len(samples))}
+        choice = {"text": "ttt", "message": {"role": "assistant", "content": "ttt"}, "finish_reason": "stop"}
+        choices = [{"index": index, **choice} for index, _ in samples]
+        return {"id": rids[0], "choices": choices, "usage": usage(5, 3 * len(samples), 2)}
 
     @staticmethod
-    def _samples(path: str, body: dict, rids: list[str]) -> list[tuple[int, str]]:
+    def _samples(kind: str, body: dict, rids: list[str]) -> list[tuple[int, str]]:
         sampling = body.get("sampling_params") or {}
         sampling = sampling[0] if isinstance(sampling, list) else sampling
-        n = sampling.get("n", 1) if path == "/generate" else body.get("n", 1)
+        n = sampling.get("n", 1) if kind == "generate" else body.get("n", 1)
         if n == 1:
             return list(enumerate(rids))
         return [(index, f"{index:032x}") for index in range(n * len(rids))]  # SGLang gives them new ids
-
-    @staticmethod
-    def _meta(rid: str, tokens: int) -> dict:
-        counts = {"prompt_tokens": 5, "completion_tokens": tokens, "cached_tokens": 2}
-        return {"id": rid, "finish_reason": None, **counts}
-
-    @staticmethod
-    def _usage(tokens: int) -> dict:
-        counts = {"prompt_tokens": 5, "total_tokens": 8, "completion_tokens": tokens}
-        return counts | {"prompt_tokens_details": {"cached_tokens": 2}}
 
 
 class QuietServer(uvicorn.Server):
@@ -396,9 +339,8 @@ async def cluster(
     With an address for operators /status is there, with the admin key.
     """
     async with contextlib.AsyncExitStack() as stack:
-        fakes = [FakeReplica() for _ in range(replicas)]
+        fakes = [FakeReplica(context_tokens) for _ in range(replicas)]
         for fake in fakes:
-            fake.context_tokens = context_tokens
             await fake.start()
             stack.push_async_callback(fake.close)
         thread = RouterThread(fakes, models, **router())
@@ -426,31 +368,14 @@ async def cluster(
         yield Cluster(fakes, thread, app.gateway, url, http, status_url, status_headers)
 
 
-class StandIn:
-    """A replica that computes (`tests.support.stand_in`), and may be taken away."""
-
-    def __init__(self, tokenizer: Path, salt: int, model: str) -> None:
-        self.server = Server(Engine(tokenizer, salt), 0.0, model)
-        self._runner = web.AppRunner(self.server.app, handler_cancellation=True, shutdown_timeout=0.01)
-        self.url = ""
-
-    async def start(self) -> None:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def lose(self) -> None:
-        await self._runner.cleanup()
-
-
 @contextlib.asynccontextmanager
 async def stand_ins(
     c: Cluster, tokenizer: Path, *models: str, has: str = ""
-) -> AsyncIterator[dict[str, StandIn]]:
+) -> AsyncIterator[dict[str, Server]]:
     """r0, r1, ..., which the router takes to have these models: each has answers of its own, as MODEL has. With `has`
     they refuse to answer for another one."""
     salts = {model: salt for salt, model in enumerate(dict.fromkeys((MODEL, *models)))}
-    made = {f"r{at}": StandIn(tokenizer, salts[model], has) for at, model in enumerate(models)}
+    made = {f"r{at}": Server(Engine(tokenizer, salts[model]), 0.0, has) for at, model in enumerate(models)}
     try:
         for (name, one), model in zip(made.items(), models, strict=True):
             await one.start()
@@ -459,7 +384,7 @@ async def stand_ins(
         yield made
     finally:
         for one in made.values():
-            await one.lose()
+            await one.close()
 
 
 def text_of(tokenizer: Path, kind: str, prompt: str, tokens: int, salt: int = 0) -> str:

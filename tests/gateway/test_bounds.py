@@ -216,8 +216,7 @@ async def test_without_a_known_context_the_replica_judges(c: Cluster) -> None:
 @pytest.mark.cluster(context_tokens=100)
 async def test_the_longest_context_counts_also_of_replicas_that_come_later(c: Cluster) -> None:
     await knows_context(c, 100)
-    other = FakeReplica()
-    other.context_tokens = 200
+    other = FakeReplica(context_tokens=200)
     await other.start()
     assert (await c.post("/workers", {"url": other.url, "name": "other"}))[0] == 201
     await knows_context(c, 200)

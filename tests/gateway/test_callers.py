@@ -18,7 +18,6 @@ from sglang_fair.common.caller import GROUP_MARK, HEADER_WEIGHT, read_weight, sa
 from tests.gateway.clusters import CHAT, COMPLETION, GENERATE, MODEL, Cluster, add_tenant, listening
 from tests.support.apis import BODIES
 from tests.support.budget import examples
-from tests.support.waiting import eventually
 
 GOLD, SILVER = "key of gold", "key of silver"
 SALT = f"{GROUP_MARK}team{GROUP_MARK}"
@@ -55,28 +54,6 @@ async def test_weight_and_group_go_with_each_request(tenants: Path, c: Cluster) 
             assert arrived[-1].namespace == namespace(None, salt, None)
             assert (arrived[-1].client, arrived[-1].weight, arrived[-1].weight_version) == (client, *told)
     assert len({one.weight_version for one in arrived}) == 1
-
-
-@pytest.mark.slow
-async def test_a_new_file_holds_for_the_next_request_and_counts_as_newer(tenants: Path, c: Cluster) -> None:
-    async def told() -> tuple[float, int]:
-        await c.post("/generate", GENERATE, headers={"authorization": f"Bearer {GOLD}"})
-        found = read_weight(c.replicas[0].requests[-1][1][HEADER_WEIGHT])
-        assert found is not None
-        return found
-
-    async def follows() -> bool:
-        return (await told())[0] == 0.5
-
-    before = await told()
-    tenants.write_text(tenants.read_text().replace("weight: 3.0", "weight: 0.5"))
-    await eventually(follows, "the new weight")
-    after = await told()
-    assert after[1] > before[1]
-    tenants.write_text("tenants: {gold: {weight: -1}}")
-    directory = c.gateway.directory
-    await eventually(lambda: directory is not None and directory.failures, "the bad file is noticed")
-    assert await told() == after
 
 
 # ---- bodies

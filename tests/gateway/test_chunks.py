@@ -27,24 +27,8 @@ PRE: dict[str, Callable[[], pre_tokenizers.PreTokenizer | None]] = {
     "whole": lambda: BYTES,
 }
 WORDS = [
-    "the",
-    "a",
-    "quick",
-    "e",
-    "re",
-    "on",
-    "it's",
-    "1984",
-    "3.14",
-    "é",
-    "東京",
-    "🙂",
-    "--",
-    "x_y",
-    "Word",
-    "\n",
-    "  ",
-]
+    "the", "a", "quick", "e", "re", "on", "it's", "1984", "3.14", "é", "東京", "🙂", "--", "x_y", "Word", "\n", "  ",
+]  # fmt: skip
 
 
 def prose(rng: random.Random, words: int) -> str:

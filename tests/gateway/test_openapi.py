@@ -24,11 +24,11 @@ from router.gateway.openapi import describe
 from router.gateway.request.kinds import PATHS
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
-from tests.gateway.clusters import Cluster, StandIn, add_tenant, cluster, gateway_settings, stand_ins
+from tests.gateway.clusters import Cluster, add_tenant, cluster, gateway_settings, stand_ins
 from tests.support.apis import BODIES
 from tests.support.budget import examples
 from tests.support.ports import free_port
-from tests.support.stand_in import MODEL
+from tests.support.stand_in import MODEL, Server
 from tests.support.waiting import DEADLINE_S
 
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(describe("1")).get_all_operations()]
@@ -80,7 +80,7 @@ def test_streams_are_described_where_there_are_some() -> None:
 class Gateway:
     """Asks a gateway from a thread that has no event loop."""
 
-    def __init__(self, c: Cluster, replicas: dict[str, StandIn]) -> None:
+    def __init__(self, c: Cluster, replicas: dict[str, Server]) -> None:
         self._url, self._admin_url = c.url, c.status_url.removesuffix("/status")
         self._urls = {name: one.url for name, one in replicas.items()}
 
@@ -145,7 +145,7 @@ def gateway(
         ):
             yield Gateway(c, replicas)
             portal.call(c.ended)
-            assert not any(one.server.work["running"] for one in replicas.values())
+            assert not any(one.work["running"] for one in replicas.values())
 
 
 def ask(gateway: Gateway, operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode) -> None:

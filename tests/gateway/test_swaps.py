@@ -93,7 +93,7 @@ async def cut(c: Cluster) -> int:
 @pytest.mark.parametrize("kind", ["generate", "completions", "chat"])
 async def test_a_stream_is_cut_and_goes_on_at_another_replica(kind: str, tokenizer: Path, c: Cluster) -> None:
     async with stand_ins(c, tokenizer, MODEL, MODEL) as replicas, speaking(c, r0=MODEL, r1=MODEL) as says:
-        replicas["r0"].server.hold(10)
+        replicas["r0"].hold(10)
         seen = [Seen() for _ in range(4)]
         streams = [
             asyncio.create_task(c.stream(kind, f"{PROMPT} {at}", TOKENS, one, client=f"c{at}"))
@@ -110,7 +110,7 @@ async def test_a_stream_is_cut_and_goes_on_at_another_replica(kind: str, tokeniz
             return await cut(c) == must_cut
 
         await eventually(are_cut, "what can go on is cut")
-        replicas["r0"].server.hold(None)
+        replicas["r0"].hold(None)
         await asyncio.gather(*streams)
         for at, one in enumerate(seen):
             assert not one.error
@@ -131,7 +131,7 @@ async def test_a_stream_that_goes_on_is_as_urgent_as_a_new_one(tokenizer: Path, 
     """Its first token has come: by its old deadline it would be late, and behind everybody."""
     async with stand_ins(c, tokenizer, MODEL, MODEL) as replicas, speaking(c, r0=MODEL, r1=MODEL):
         for one in replicas.values():
-            one.server.hold(TOKENS - 10)
+            one.hold(TOKENS - 10)
         seen = Seen()
         stream = asyncio.create_task(c.stream("completions", PROMPT, TOKENS, seen))
         await eventually(lambda: bool(seen.text), "it has begun")
@@ -139,7 +139,7 @@ async def test_a_stream_that_goes_on_is_as_urgent_as_a_new_one(tokenizer: Path, 
         await swap(c, seen.worker)
         await eventually(lambda: c.gateway.metrics.status()["cut"] == 1, "it is cut")
         for one in replicas.values():
-            one.server.hold(None)
+            one.hold(None)
         await stream
         assert (seen.error, await cut(c)) == ("", 1)
         _, latest = await c.get("/requests")
@@ -151,7 +151,7 @@ async def test_a_stream_that_goes_on_is_as_urgent_as_a_new_one(tokenizer: Path, 
 
 async def test_where_nobody_else_has_the_model_streams_finish(tokenizer: Path, c: Cluster) -> None:
     async with stand_ins(c, tokenizer, MODEL) as replicas, speaking(c, r0=MODEL) as says:
-        replicas["r0"].server.hold(10)
+        replicas["r0"].hold(10)
         seen = Seen()
         stream = asyncio.create_task(c.stream("generate", PROMPT, TOKENS, seen))
         await eventually(lambda: bool(seen.worker), "it has begun")
@@ -159,7 +159,7 @@ async def test_where_nobody_else_has_the_model_streams_finish(tokenizer: Path, c
         before = says.answered["r0"]
         await eventually(lambda: says.answered["r0"] > before + 2, "the router has spoken to the agent")
         assert "r0" not in says.orders
-        replicas["r0"].server.hold(None)
+        replicas["r0"].hold(None)
         await stream
         assert seen.text == text_of(tokenizer, "generate", PROMPT, TOKENS)
         assert await cut(c) == 0
@@ -177,7 +177,7 @@ async def test_a_replica_with_another_model_is_not_believed_and_the_router_asked
     async with stand_ins(c, tokenizer, OTHER, has=MODEL) as replicas, speaking(c, r0=OTHER) as says:
         assert (await ask(MODEL)).status == 503, "nobody has it, as far as is known"
         asking = asyncio.create_task(ask(OTHER))
-        work = replicas["r0"].server.work
+        work = replicas["r0"].work
         await eventually(lambda: work["misdirected"] >= 2, "it was asked more than once")
         assert work["requests"] == 0
         says.loaded["r0"] = MODEL

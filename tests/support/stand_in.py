@@ -148,7 +148,7 @@ class Engine:
             return
         head = {"id": body["rid"], "created": random.randrange(1 << 30), "model": MODEL}
         if kind == "chat":
-            yield _event(_chunk(kind, head, {"delta": {"role": "assistant", "content": ""}}))
+            yield event_of(chunk(kind, head, {"delta": {"role": "assistant", "content": ""}}))
         text, ids, step, due = "", [], None, group()
         for step in self.steps(kind, body):
             due -= 1
@@ -159,8 +159,8 @@ class Engine:
             first = not ids
             text, ids = text + delta, step.ids
             if kind == "generate":
-                yield _event({"text": step.text, "output_ids": step.ids, "index": 0,
-                              "meta_info": _meta(body, prompt_ids, step)})  # fmt: skip
+                yield event_of({"text": step.text, "output_ids": step.ids, "index": 0,
+                              "meta_info": meta(body["rid"], step.finish, len(prompt_ids), len(ids))})  # fmt: skip
             elif kind == "completions":
                 choice: dict[str, Any] = {"text": delta, "logprobs": None}
                 choice["finish_reason"] = step.finish and step.finish["type"]
@@ -168,12 +168,12 @@ class Engine:
                     choice["token_ids"] = new
                     if first:
                         choice["prompt_token_ids"] = prompt_ids
-                yield _event(_chunk(kind, head, choice))
+                yield event_of(chunk(kind, head, choice))
             else:
                 said = b""
                 if delta:
-                    said = _event(
-                        _chunk(kind, head, {"delta": {"content": delta, "reasoning_content": None}})
+                    said = event_of(
+                        chunk(kind, head, {"delta": {"content": delta, "reasoning_content": None}})
                     )
                 if ids_of_chats:
                     said += comment(len(prompt_ids), new, step.finish and step.finish["type"]).encode()
@@ -181,9 +181,9 @@ class Engine:
                     yield said
         assert step is not None
         if kind == "chat" and step.finish:
-            yield _event(_chunk(kind, head, {"delta": {}, "finish_reason": step.finish["type"]}))
+            yield event_of(chunk(kind, head, {"delta": {}, "finish_reason": step.finish["type"]}))
         if kind != "generate" and (body.get("stream_options") or {}).get("include_usage"):
-            yield _event(head | {"choices": [], "usage": _usage(prompt_ids, step)})
+            yield event_of(head | {"choices": [], "usage": usage(len(prompt_ids), len(ids))})
         yield b"data: [DONE]\n\n"
 
     def whole(self, kind: str, body: dict[str, Any], step: Step) -> dict[str, Any]:
@@ -193,10 +193,11 @@ class Engine:
             counts = apis.Counts(len(prompt_ids), len(step.ids))
             return apis.whole(kinds.PATHS[kind], body.get("request_id", "1"), step.text, MODEL, counts)
         if kind == "generate":
-            return {"text": step.text, "output_ids": step.ids, "meta_info": _meta(body, prompt_ids, step)}
+            counted = meta(body["rid"], step.finish, len(prompt_ids), len(step.ids))
+            return {"text": step.text, "output_ids": step.ids, "meta_info": counted}
         choice = {"index": 0, "finish_reason": step.finish and step.finish["type"]}
         choice |= {"text": step.text} if kind == "completions" else {"message": {"content": step.text}}
-        return {"id": body["rid"], "choices": [choice], "usage": _usage(prompt_ids, step)}
+        return {"id": body["rid"], "choices": [choice], "usage": usage(len(prompt_ids), len(step.ids))}
 
 
 def _pieces(steps: Iterator[Step]) -> Iterator[str]:
@@ -207,28 +208,23 @@ def _pieces(steps: Iterator[Step]) -> Iterator[str]:
         text = step.text
 
 
-def _meta(body: dict[str, Any], prompt_ids: list[int], step: Step) -> dict[str, Any]:
-    return {
-        "id": body["rid"],
-        "finish_reason": step.finish,
-        "prompt_tokens": len(prompt_ids),
-        "completion_tokens": len(step.ids),
-        "cached_tokens": 0,
-    }
+def meta(rid: str, finish: object, prompt: int, output: int, cached: int = 0) -> dict[str, Any]:
+    """What /generate tells of an answer."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": output, "cached_tokens": cached}
+    return {"id": rid, "finish_reason": finish, **counts}
 
 
-def _usage(prompt_ids: list[int], step: Step) -> dict[str, Any]:
-    total = len(prompt_ids) + len(step.ids)
-    counts = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(step.ids), "total_tokens": total}
-    return counts | {"prompt_tokens_details": {"cached_tokens": 0}}
+def usage(prompt: int, output: int, cached: int = 0) -> dict[str, Any]:
+    counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
-def _chunk(kind: str, head: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+def chunk(kind: str, head: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
     name = "chat.completion.chunk" if kind == "chat" else "text_completion"
     return head | {"object": name, "choices": [{"index": 0, "finish_reason": None, **choice}]}
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def event_of(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -237,6 +233,8 @@ class Server:
 
     def __init__(self, engine: Engine, step_s: float, model: str = "") -> None:
         """With `model`, requests that must be answered by another one get 421."""
+        self.url = ""
+        self.aborted: list[str] = []
         self._engine = engine
         self._model = model
         self._step_s = step_s
@@ -248,10 +246,24 @@ class Server:
         self.app = web.Application(client_max_size=1 << 26)
         for path, kind in PATHS.items():
             self.app.router.add_post(path, self._handler(kind))
-        self.app.router.add_post("/abort_request", _nothing)
+        self.app.router.add_post("/abort_request", self._abort)
         self.app.router.add_get("/ready", _nothing)
         self.app.router.add_get("/work", self._work)
         self.app.router.add_post("/hold", self._hold)
+
+    async def start(self) -> None:
+        """Serves in this process's loop, at `url`."""
+        self._runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.Response()
 
     async def _work(self, _: web.Request) -> web.Response:
         return web.json_response(self.work | {"by_client": self.by_client})

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,36 @@ from typing import Any
 from aiohttp import web
 
 from tests.support.stand_in import MODEL, PATHS, Engine
-from tests.support.threaded import served
 from workloads import wire
 from workloads.clusters import Cluster
+
+
+@contextmanager
+def served(app: web.Application) -> Iterator[str]:
+    """Its URL, for as long as it runs."""
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+    runner = web.AppRunner(app, handler_cancellation=True)
+
+    async def up() -> None:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+
+    def work() -> None:
+        loop.run_until_complete(up())
+        loop.call_soon(ready.set)  # in `run_forever`, which a stop before it would not end
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
