@@ -71,6 +71,11 @@ class FakeReplica(Server):
         return self.work["running"]
 
     @property
+    def headers(self) -> dict[str, str]:
+        """Of the last request, in lower case."""
+        return {name.lower(): value for name, value in self.requests[-1][1].items()}
+
+    @property
     def body(self) -> dict:
         return self.requests[-1][2]
 
@@ -260,6 +265,10 @@ class Cluster:
         async with self.http.post(self.url + path, **options) as response:
             headers = {name.lower(): value for name, value in response.headers.items()}
             return response.status, headers, await response.read()
+
+    async def lose_router(self) -> None:
+        self.router.close()
+        await eventually(lambda: not self.gateway.link.alive, "the gateway misses the router")
 
     async def state(self) -> dict:
         async with self.http.get(self.status_url, headers=self.status_headers) as response:

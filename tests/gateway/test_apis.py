@@ -329,8 +329,7 @@ async def test_a_tenant_s_key_group_and_limits_hold_for_each_kind(tenants: Path,
             assert (read_salt(seen[HEADER_SALT]) if kind in BY_HEADER else sent["cache_salt"]) == salt
             assert arrived[-1].namespace == namespace(None, salt, None)
             assert GROUP_MARK in (salt or "")
-    async with c.http.get(c.url + "/v1/usage", headers=key) as answer:
-        [left] = (await answer.json())["limits"]
+    [left] = (await c.get("/v1/usage", headers=key))[1]["limits"]
     used = sum(len(one.tokens) // 4 for one in arrived) + 2 * 3
     assert left["remaining"] == 400 - used
     status, _, raw = await c.post("/v1/messages", BODIES["/v1/messages"] | {"max_tokens": 400}, headers=key)

@@ -299,8 +299,7 @@ async def test_a_worker_is_added_once(c: Cluster) -> None:
     assert (status, json.loads(answer)["error"]["message"]) == (409, f"worker r0 is at {url}")
     status, _, answer = await c.post("/workers", {"url": other.url})
     assert (status, json.loads(answer)["name"]) == (201, "r1")
-    async with c.http.get(c.url + "/workers") as response:
-        assert [row["state"] for row in (await response.json())["workers"]] == ["up", "up"]
+    assert [row["state"] for row in (await c.get("/workers"))[1]["workers"]] == ["up", "up"]
     await other.close()
 
 
@@ -422,13 +421,11 @@ async def test_a_router_that_does_not_answer(c: Cluster) -> None:
 
 @pytest.mark.cluster(replicas=0, router_timeout_s=ROUTER_TIMEOUT_S)
 async def test_without_a_router_and_without_workers_the_client_is_told_to_come_back(c: Cluster) -> None:
-    c.router.close()
-    await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
+    await c.lose_router()
     status, headers, answer = await c.post("/v1/completions", COMPLETION | {"stream": True})
     assert (status, headers["retry-after"]) == (503, "1")
     assert json.loads(answer)["error"]["code"] == "router_unavailable"
-    async with c.http.get(c.url + "/health") as response:
-        assert response.status == 503
+    assert (await c.get("/health"))[0] == 503
 
 
 # -- pure parts

@@ -83,8 +83,7 @@ async def test_they_are_listed_and_others_are_not_found(c: Cluster) -> None:
 
 @pytest.mark.cluster(replicas=2, models=(MODEL, OTHER), router_timeout_s=2.0)
 async def test_without_a_router_the_gateway_keeps_to_the_models(c: Cluster) -> None:
-    c.router.close()
-    await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
+    await c.lose_router()
     assert (await c.get("/health"))[1]["status"] == "fallback"
     for number in range(10):
         for model, index in ((MODEL, 0), (OTHER, 1)):
@@ -170,11 +169,6 @@ async def test_what_cannot_be_promised_is_refused_by_its_header_s_name(c: Cluste
     assert (await c.state())["gateway"]["classes"] == {}
 
 
-def headers_of(c: Cluster) -> dict[str, str]:
-    _, seen, _ = c.replicas[0].requests[-1]
-    return {name.lower(): value for name, value in seen.items()}
-
-
 async def test_router_and_replica_are_told_what_is_promised(c: Cluster) -> None:
     arrived = listening(c)
     forged = {"x-fair-slack-ms": "-1e9", "x-fair-class": "batch-1"}
@@ -183,17 +177,17 @@ async def test_router_and_replica_are_told_what_is_promised(c: Cluster) -> None:
     assert due is not None
     assert (due.slo_class, due.slo_s) == ("batch-1", 60.0)
     assert 0 < due.left_s <= 60.0
-    told = headers_of(c)
+    told = c.replicas[0].headers
     assert told["x-fair-class"] == "batch-1"
     assert 0 < float(told["x-fair-slack-ms"]) <= 60_000, "not what its client says"
     assert (await c.post("/generate", GENERATE, headers={"x-sgl-ttft-slo-ms": "2500"}))[0] == 200
-    assert 0 < float(headers_of(c)["x-fair-slack-ms"]) <= 2500
-    assert headers_of(c)["x-fair-class"] == "interactive"
+    assert 0 < float(c.replicas[0].headers["x-fair-slack-ms"]) <= 2500
+    assert c.replicas[0].headers["x-fair-class"] == "interactive"
 
 
 async def test_a_replica_is_told_the_tier_that_the_router_says_and_not_the_client(c: Cluster) -> None:
     assert (await c.post("/generate", GENERATE, headers={"x-fair-tier": "1"}))[0] == 200
-    assert "x-fair-tier" not in headers_of(c)
+    assert "x-fair-tier" not in c.replicas[0].headers
     handle = c.router.shell._router.handle
 
     def beyond(event: Any, now_s: float, peer: bytes = b"") -> Any:
@@ -205,25 +199,24 @@ async def test_a_replica_is_told_the_tier_that_the_router_says_and_not_the_clien
 
     c.router.shell._router.handle = beyond  # type: ignore[method-assign]
     assert (await c.post("/generate", GENERATE, headers={"x-fair-tier": "0"}))[0] == 200
-    assert headers_of(c)["x-fair-tier"] == "1"
+    assert c.replicas[0].headers["x-fair-tier"] == "1"
 
 
 @pytest.mark.cluster(router_timeout_s=2.0)
 async def test_later_calls_keep_class_and_start_of_the_first(c: Cluster) -> None:
     own = {"x-fair-client": "c", "x-fair-interaction": "7"}
     assert (await c.post("/generate", GENERATE, headers=own | {"x-fair-slo-ms": "5000"}))[0] == 200
-    first_ms = float(headers_of(c)["x-fair-slack-ms"])
+    first_ms = float(c.replicas[0].headers["x-fair-slack-ms"])
     later = own | {"x-fair-class": "batch-2"}
     assert (await c.post("/generate", GENERATE, headers=later))[0] == 200
-    assert headers_of(c)["x-fair-class"] == "interactive"
-    assert float(headers_of(c)["x-fair-slack-ms"]) < first_ms
-    c.router.close()
-    await eventually(lambda: not c.gateway.link.alive, "the gateway misses the router")
+    assert c.replicas[0].headers["x-fair-class"] == "interactive"
+    assert float(c.replicas[0].headers["x-fair-slack-ms"]) < first_ms
+    await c.lose_router()
     assert (await c.post("/generate", GENERATE, headers=later))[0] == 200
-    assert headers_of(c)["x-fair-class"] == "interactive", "kept without a router, too"
+    assert c.replicas[0].headers["x-fair-class"] == "interactive", "kept without a router, too"
     other = later | {"x-fair-interaction": "8"}
     assert (await c.post("/generate", GENERATE, headers=other))[0] == 200
-    assert headers_of(c)["x-fair-class"] == "batch-2"
+    assert c.replicas[0].headers["x-fair-class"] == "batch-2"
     bad = own | {"x-fair-class": "gold"}
     assert (await c.post("/generate", GENERATE, headers=bad))[0] == 400, "a mistake stays one"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,9 @@ async def speaking(c: Cluster, **loaded: str) -> AsyncIterator[Says]:
 
 async def swap(c: Cluster, worker: str) -> dict[str, Any]:
     """It is to load the other model."""
-    async with c.http.post(c.url + "/swap", json={"worker": worker, "model": OTHER}) as response:
-        assert response.status == 202
-        return await response.json()
+    status, _, answer = await c.post("/swap", {"worker": worker, "model": OTHER})
+    assert status == 202
+    return json.loads(answer)
 
 
 async def cut(c: Cluster) -> int:
