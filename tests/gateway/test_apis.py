@@ -260,19 +260,25 @@ async def test_the_clients_understand_what_a_replica_refuses(c: Cluster) -> None
 
 async def test_each_kind_is_placed_charged_and_passed_on(c: Cluster) -> None:
     arrived = listening(c)
-    for kind in LATER:
-        path = PATHS[kind]
+    for kind, path in PATHS.items():
         status, headers, raw = await c.post(path, BODIES[path], headers={HEADER_CLIENT: "me"})
-        assert (status, headers["x-fair-client"]) == (200, "me")
+        assert (status, headers["x-fair-client"], headers["x-fair-worker"]) == (200, "me", "r0")
+        assert 0 <= int(headers["x-fair-matched-tokens"]) <= len(arrived[-1].tokens) // 4
         assert json.loads(raw)
         seen_path, seen, sent = c.replicas[0].requests[-1]
-        assert seen_path == path
+        assert (seen_path, seen[HEADER_CLIENT]) == (path, "me")
         assert seen[HEADER_ATTEMPT] == headers["x-fair-request-id"]
-        assert sent["model"] == MODEL
+        assert len(seen[HEADER_ATTEMPT]) == 32
+        if kind in ("chat", "completions", "generate"):
+            assert sent["rid"] == seen[HEADER_ATTEMPT]
+        assert sent.get("model") == (None if kind == "generate" else MODEL)
         assert bool(arrived[-1].tokens) is (kind not in WITHOUT_ENGINE)
         found = await noted(c, headers["x-request-id"])
         assert found["outcome"] == "ok"
-        assert found["tokens"]["output"] == (3 if kind in STREAMED else 0)
+        assert found["tokens"]["output"] == (0 if kind == "embeddings" or kind in WITHOUT_ENGINE else 3)
+    state = await c.ended(ok=len(PATHS))
+    assert state["counts"]["output_tokens"] == 5 * 3
+    assert state["hits"]["measured_cached_tokens"] == 5 * 2
 
 
 async def test_a_stream_is_passed_on_and_counted(c: Cluster) -> None:

@@ -44,31 +44,18 @@ def events(body: bytes) -> list[bytes]:
 # -- answers
 
 
-async def test_every_endpoint_whole_and_streamed(c: Cluster) -> None:
+async def test_streams_are_passed_on_without_what_is_not_the_client_s(c: Cluster) -> None:
     for path, request in ENDPOINTS.items():
-        status, headers, answer = await c.post(path, request, headers={"x-fair-client": "alice"})
-        assert status == 200
-        assert json.loads(answer)
-        assert headers["x-fair-worker"] == "r0"
-        assert headers["x-fair-client"] == "alice"
-        assert headers["x-fair-matched-tokens"] == "0"
-        seen_path, seen_headers, seen = c.replicas[0].requests[-1]
-        assert seen_path == path
-        assert seen_headers["x-fair-client"] == "alice"
-        assert seen["rid"] == headers["x-fair-request-id"]
-        assert len(seen["rid"]) == 32
-
         status, headers, answer = await c.post(path, request | {"stream": True})
-        assert status == 200
+        assert (status, headers["x-fair-client"]) == (200, "anonymous")
         assert headers["content-type"].startswith("text/event-stream")
-        assert headers["x-fair-client"] == "anonymous"
         *chunks, last = events(answer)
         assert last == b"[DONE]"
         assert len(chunks) == 3, "the usage event is not the client's"
         assert all(json.loads(chunk) for chunk in chunks)
-    state = await c.ended(ok=6)
-    assert state["counts"]["output_tokens"] == 6 * 3
-    assert state["hits"]["measured_cached_tokens"] == 6 * 2
+    state = await c.ended(ok=3)
+    assert state["counts"]["output_tokens"] == 3 * 3
+    assert state["hits"]["measured_cached_tokens"] == 3 * 2
 
 
 async def test_usage_is_shown_to_whom_asks(c: Cluster) -> None:
@@ -313,8 +300,8 @@ async def test_a_client_that_leaves_is_not_worked_for(path: str, stream: bool, c
     replica.mode = "endless"
     if stream:
         async with c.http.post(c.url + path, json=BODIES[path] | {"stream": True}) as response:
-            while not (await response.content.readuntil(b"\n\n")).count(b"t1"):
-                pass
+            for _ in range(6):  # of some kinds the first have no token
+                await response.content.readuntil(b"\n\n")
             response.close()
     else:
         asking = asyncio.create_task(c.post(path, BODIES[path]))
