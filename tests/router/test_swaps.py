@@ -241,21 +241,6 @@ def test_an_agent_that_is_gone_calls_off_what_was_not_ordered() -> None:
     assert ask(made, "q2", "a", 2.0).worker == "r0"
 
 
-def test_a_worker_that_was_restarted_has_what_its_agent_finds() -> None:
-    made = site("d2lpm", "r0")
-    made.handle(Swap("s", "r0", "b"), 1.0, b"op")
-    made.handle(says("r0", "b", number=1), 2.0, b"agent r0")
-    assert ask(made, "q0", "b", 2.0).worker == "r0"
-    made.handle(WorkerDown("r0"), 3.0)
-    made.handle(up("r0"), 4.0)
-    assert worker(made, "r0")["state"] == "swapping", "not before somebody has looked"
-    assert isinstance(ask(made, "q1", "b", 4.0), Refuse)
-    made.handle(says("r0", "a", number=1), 5.0, b"agent r0")
-    assert ask(made, "q2", "a", 5.0).worker == "r0"
-    made.handle(says("r0", "b", number=1), 6.0, b"agent r0")
-    assert (worker(made, "r0")["model"], swap(made, "r0")["phase"]) == ("b", "serves")
-
-
 def test_a_router_that_was_restarted_counts_on_and_waits_for_what_is_under_way() -> None:
     made = Router(build("d2lpm"))
     made.handle(up("r0"), 0.0)
