@@ -35,8 +35,9 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.throttle import Counts, Rules
 from sglang_fair.core.vtc import Vtc
 from sglang_fair.core.wsc import Wsc
-from tests.core.test_wsc import Engine, Habit, habits
+from tests.core.test_wsc import Scaled, habits
 from tests.support.budget import examples
+from tests.support.steps import Sender
 
 COUNTS: tuple[Counts, ...] = get_args(Counts)
 
@@ -367,10 +368,10 @@ def test_fs_p6_no_counter_ever_decreases(seed: int, charge: str, lead: float) ->
     st.sampled_from(["incremental", "on_finish"]),
 )
 def test_fs_p7_and_p11_counters_of_who_waits_differ_by_a_batch_and_the_lead(
-    kinds: list[Habit], seed: int, lead: float, charge: str
+    kinds: list[Sender], seed: int, lead: float, charge: str
 ) -> None:
     """The lead theorem. Clients come late, go and come back, with interactions that they have kept open."""
-    made = Engine(Wsc(lead=lead, charge_when=charge), dict(zip("abcd", kinds, strict=False)), seed).run(150)
+    made = Scaled(Wsc(lead=lead, charge_when=charge), kinds, seed).run(150)
     assert made.worst_gap <= made.largest_batch() + lead + 1e-6
     bound = made.queue.account.bound()
     assert (bound is None) == (charge == "on_finish")
@@ -418,20 +419,20 @@ def test_fs_p8_of_one_application_it_picks_as_vtc(seed: int) -> None:
 @settings(max_examples=examples(25))
 @given(st.lists(habits, min_size=2, max_size=4), st.integers(0, 2**20))
 def test_fs_p9_with_an_infinite_lead_interactions_that_have_begun_go_first(
-    kinds: list[Habit], seed: int
+    kinds: list[Sender], seed: int
 ) -> None:
-    made = Engine(Wsc(lead=inf), dict(zip("abcd", kinds, strict=False)), seed).run(120)
-    assert made.passed_over == 0
+    made = Scaled(Wsc(lead=inf), kinds, seed).run(120)
+    assert made.begun_passed_over == 0
     assert made.queue.account.bound() is None
 
 
 @settings(max_examples=examples(30))
 @given(st.lists(habits, min_size=2, max_size=4), st.integers(0, 2**20), st.sampled_from([0.5, 2.0, 20.0]))
 def test_fs_p12_with_normalised_charges_dlpm_keeps_its_bound(
-    kinds: list[Habit], seed: int, quantum: float
+    kinds: list[Sender], seed: int, quantum: float
 ) -> None:
     policy = make_policy("wsc-dlpm", quantum=quantum)
-    made = Engine(policy, dict(zip("abcd", kinds, strict=False)), seed).run(200)  # type: ignore[arg-type]
+    made = Scaled(policy, kinds, seed).run(200)
     bound = made.queue.account.bound()
     assert bound is not None
     assert made.difference <= bound + 1e-6

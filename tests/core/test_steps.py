@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
@@ -11,221 +12,171 @@ from hypothesis import strategies as st
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy
+from sglang_fair.core.fcfs import Fcfs
+from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.step_times import FIRST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS, Step, StepTimes
-from sglang_fair.core.steps import ALONE, LEAST_SHARE, LONGEST_STEP_S, RECENT_S, make_steps
+from sglang_fair.core.steps import ALONE, LEAST_SHARE, LONGEST_STEP_S, RECENT_S, Steps, make_steps
 from tests.support.budget import examples
-from tests.support.steps import Clients
+from tests.support.steps import Clients, Engine, Sender
 
 STALL_S = 0.1
-DECODE_S = 0.01
+DECODE_S, TOKEN_S = 0.01, 0.0001
+"""How long a decode step takes, and each token of a step for prompts."""
 SLACK_S = 1e-9
 NAMES = tuple("abcdefgh")
 
 
-@dataclass
-class Sender:
-    """One client's habit in `Engine`. In each step it keeps `waiting` prompts waiting, with probability `sends`."""
+class AnyOrder(Fcfs):
+    """For no policy's order is promised: each pass has another first request, one of `first` if they wait."""
 
-    name: str
-    weight: float = 1.0
-    waiting: int = 1
-    sends: float = 1.0
-    prompt_s: tuple[float, float] = (0.001, STALL_S)
-    output_steps: tuple[int, int] = (0, 50)
-    """0: a prompt and nothing more."""
-    aborts: float = 0.0
-    renames: bool = False
-    """Each of its requests comes under a new name."""
-    goes_first: bool = False
-    """The policy has its prompts computed before all others."""
-    closed: bool = False
-    """It sends when nothing of it is here."""
+    def __init__(self, seed: int, first: str | None = None) -> None:
+        super().__init__()
+        self.random, self.first, self.jobs, self.drawn = Random(seed), first, list[Job](), None
+
+    def arrive(self, job: Job) -> None:
+        self.jobs.append(job)
+
+    def leave(self, job: Job) -> None:
+        self.jobs.remove(job)
+        self.drawn = None
+
+    def release(self) -> None:
+        self.drawn = None
+
+    def pick(self) -> Job | None:
+        if self.drawn is None and self.jobs:
+            self.drawn = self.random.choice(
+                [job for job in self.jobs if job.client == self.first] or self.jobs
+            )
+        return self.drawn
 
 
-@dataclass
-class Engine:
-    """An engine that obeys `steps` and meters time itself. Which prompt is next is chosen at random among those that go
-    first, for no policy's order is promised."""
+class Metered(Engine):
+    """An engine whose steps are for prompts, of one request, or for those that run, and that meters time itself."""
 
-    steps: Clients
-    senders: list[Sender]
-    seed: int
-    unseen: int = 0
-    """How many steps are over before the rule hears of the first one, and of who decodes or has ended since it."""
-    waiting: list[tuple[str, float, int]] = field(default_factory=list)
-    running: dict[str, list[int]] = field(default_factory=dict)
-    """Steps that each request has yet to run."""
-    now_s: float = 0.0
-    behind_s: Counter[str] = field(default_factory=Counter)
-    """By the engine's own count: due less served since the client began to run, at least 0 at any time."""
-    worst_s: float = 0.0
-    """The largest of these, less what its bound allows."""
-    growth_s: float = 0.0
-    prefills_s: float = 0.0
-    held_s: float = 0.0
-    held_in_a_row_s: float = 0.0
-    longest_hold_s: float = 0.0
-    largest_share: float = 0.0
-    prefill_steps: int = 0
-    _reports: list[Callable[[], None]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._random = Random(self.seed)
-        self._names = 0
-        self._first = {sender.name for sender in self.senders if sender.goes_first}
-        self._weights = {sender.name: sender.weight for sender in self.senders}
-
-    def run(self, steps: int) -> "Engine":
-        for _ in range(steps):
-            self.step()
-        return self
+    def __init__(
+        self, senders: list[Sender], seed: int = 0, unseen: int = 0, first: str | None = None
+    ) -> None:
+        """`unseen`: so many steps are over before the rule hears of the first one. The prompts of `first` go first."""
+        self.weights = Weights({sender.name: sender.weight for sender in senders if sender.names})
+        self.rule = Steps(STALL_S, self.weights, target_s=0, unseen=unseen)
+        super().__init__(
+            senders, AnyOrder(seed, first), self.rule, seed=seed, step_s=lambda requests: DECODE_S
+        )
+        self.unseen = unseen
+        self.behind_s: Counter[str] = Counter()
+        """By this engine's count: due less served since the client began to run, at least 0 at any time."""
+        self.worst_s = -inf
+        """The largest of these, less what its bound allows."""
+        self.growth_s = self.prefills_s = self.held_s = self.held_in_a_row_s = self.longest_hold_s = 0.0
+        self.largest_share = 0.0
+        self.prefill_steps = 0
+        self.reports: list[Callable[[], None]] = []
 
     def step(self) -> None:
-        self.steps.tick(self.now_s)
-        for sender in self.senders:
-            self._send(sender)
-        first = [prompt for prompt in self.waiting if prompt[0] in self._first]
-        prompt = self._random.choice(first or self.waiting) if self.waiting else None
-        if prompt is not None and self._may_prefill(prompt[0]):
-            self._prefill(prompt)
-        elif self.running:
-            self._decode(held=prompt is not None)
-        else:
-            assert prompt is None, "the engine would stand still although somebody waits"
-            self.now_s += DECODE_S
-
-    def _may_prefill(self, client: str) -> bool:
-        """As `Admission` asks: whoever is behind may have ended, unseen, and then there is nothing else to do."""
-        if self.unseen and not self.running and not self.steps.may(client):
-            self.steps.forced()
-            return True
-        return self.steps.may(client)
-
-    def _send(self, sender: Sender) -> None:
-        mine = sum(client == sender.name for client, _, _ in self.waiting)
-        if sender.renames:
-            mine = sum(client.startswith(f"{sender.name}.") for client, _, _ in self.waiting)
-        if sender.closed and sender.name in self.running:
+        self.begin()
+        running = set(self.by_client())
+        if not (batch := self.form(most=1)):
+            self.held_in_a_row_s = self.held_in_a_row_s + DECODE_S if self.waiting else 0.0
+            self.held_s += DECODE_S if self.waiting else 0.0
+            self.longest_hold_s = max(self.longest_hold_s, self.held_in_a_row_s)
+            self.meter(DECODE_S, running, served=running)
+            self.decode()
             return
-        if mine < sender.waiting and self._random.random() < sender.sends:
-            self._names += 1
-            name = f"{sender.name}.{self._names}" if sender.renames else sender.name
-            self.waiting.append(
-                (name, self._random.uniform(*sender.prompt_s), self._random.randint(*sender.output_steps))
-            )
-            self.steps.come(name)
-        if sender.name in self.running and self._random.random() < sender.aborts:
-            self.running[sender.name].pop()
-            self.steps.end(sender.name)
-            if not self.running[sender.name]:
-                del self.running[sender.name], self.behind_s[sender.name]
-
-    def _prefill(self, prompt: tuple[str, float, int]) -> None:
-        client, length_s, output_steps = prompt
-        self.waiting.remove(prompt)
-        self.held_in_a_row_s = 0.0
+        (job,), self.held_in_a_row_s = batch, 0.0
+        length_s = job.prompt_tokens * TOKEN_S
         self.prefills_s += length_s
         self.prefill_steps += 1
-        self._meter(length_s, served={client})
-        if output_steps:
-            self.running.setdefault(client, []).append(output_steps)
+        self.meter(length_s, running, served={job.client})
+        is_over = not self.left[job.id]
+        if is_over:
+            del self.running[job.id]
 
         def report() -> None:
-            if output_steps:
-                self.steps.decode(client)
-            self.steps.step(length_s, {client: 7})
-            if not output_steps:
-                self.steps.go(client)
+            self.admission.computed([] if is_over else [job])
+            self.admission.step(length_s, {job.client: job.prompt_tokens})
+            if is_over:
+                self.end(job)
 
-        self._report(report)
+        self.report(report)
 
-    def _decode(self, *, held: bool) -> None:
-        self._meter(DECODE_S, served=set(self.running))
-        if held:
-            self.held_s += DECODE_S
-            self.held_in_a_row_s += DECODE_S
-            self.longest_hold_s = max(self.longest_hold_s, self.held_in_a_row_s)
-        ended = []
-        for client, left in list(self.running.items()):
-            ended += [client] * left.count(1)
-            left[:] = [steps - 1 for steps in left if steps > 1]
-            if not left:
-                del self.running[client], self.behind_s[client]
+    def decode(self) -> None:
+        assert self.running or not self.waiting, "the engine would stand still although a request waits"
+        for job in self.running.values():
+            self.left[job.id] -= 1
+        ended = [job for job in self.running.values() if not self.left[job.id]]
+        for job in ended:
+            del self.running[job.id]
 
         def report() -> None:
-            self.steps.step(DECODE_S, decoded=1)
-            for client in ended:
-                self.steps.end(client)
+            self.admission.step(DECODE_S, decoded=1)
+            for job in ended:
+                self.end(job)
 
-        self._report(report)
+        self.report(report)
 
-    def _meter(self, length_s: float, served: set[str]) -> None:
+    def report(self, report: Callable[[], None]) -> None:
+        self.reports.append(report)
+        if len(self.reports) > self.unseen:
+            self.reports.pop(0)()
+
+    def meter(self, length_s: float, running: set[str], served: set[str]) -> None:
         self.now_s += length_s
-        here = {*self.running, *(client for client, _, _ in self.waiting), *served}
-        total = sum(self._weight(client) for client in here)
-        for client in self.running:
-            share = max(LEAST_SHARE, self._weight(client) / total)
+        here = {*running, *served, *(job.client for job in self.waiting.values())}
+        total = sum(map(self.weights.of, here))
+        for client in list(self.behind_s):
+            if client not in running:
+                del self.behind_s[client]
+        for client in running:
+            share = max(LEAST_SHARE, self.weights.of(client) / total)
             self.largest_share = max(self.largest_share, share)
             if client not in served:
                 self.growth_s = max(self.growth_s, share * length_s)
-            behind = self.behind_s[client] + share * length_s - (length_s if client in served else 0.0)
-            self.behind_s[client] = max(0.0, behind)
-            bound = STALL_S * LEAST_SHARE + (1 + self.unseen) * self.growth_s
-            self.worst_s = max(self.worst_s, self.behind_s[client] - bound)
-
-    def _weight(self, client: str) -> float:
-        return self._weights.get(client, 1.0)
-
-    def _report(self, report: Callable[[], None]) -> None:
-        self._reports.append(report)
-        if len(self._reports) > self.unseen:
-            self._reports.pop(0)()
+            behind_s = self.behind_s[client] + share * length_s - (length_s if client in served else 0.0)
+            self.behind_s[client] = max(0.0, behind_s)
+            bound_s = STALL_S * LEAST_SHARE + (1 + self.unseen) * self.growth_s
+            self.worst_s = max(self.worst_s, self.behind_s[client] - bound_s)
 
 
 @st.composite
 def senders(draw: st.DrawFn) -> list[Sender]:
     """A client that only runs, and others of every kind."""
-    made = [Sender("victim", prompt_s=(0.001, 0.05), output_steps=(1, 500), waiting=draw(st.integers(1, 2)))]
+    made = [Sender("victim", prompt=(10, 500), output=(1, 500), waiting=draw(st.integers(1, 2)))]
     for name in NAMES[: draw(st.integers(1, 6))]:
-        shortest, longest = sorted(draw(st.tuples(*[st.floats(0.0005, STALL_S)] * 2)))
+        shortest, longest = sorted(draw(st.tuples(*[st.integers(5, 1000)] * 2)))
         made.append(
             Sender(
                 name,
                 weight=draw(st.sampled_from([1.0, 1.0, 0.1, 3.0])),
                 waiting=draw(st.integers(1, 12)),
                 sends=draw(st.sampled_from([1.0, 0.5, 0.05])),
-                prompt_s=(shortest, longest),
-                output_steps=(0, draw(st.sampled_from([0, 0, 1, 5, 100]))),
+                prompt=(shortest, longest),
+                output=(0, draw(st.sampled_from([0, 0, 1, 5, 100]))),
                 aborts=draw(st.sampled_from([0.0, 0.0, 0.1])),
-                renames=draw(st.booleans()),
+                names=draw(st.sampled_from([0, 1])),
             )
         )
     return made
 
 
-def engine(senders: list[Sender], seed: int = 0) -> Engine:
-    weights = Weights({sender.name: sender.weight for sender in senders})
-    return Engine(Clients(STALL_S, weights), senders, seed)
-
-
-VICTIM = Sender("victim", prompt_s=(0.01, 0.01), output_steps=(10**6, 10**6), goes_first=True, closed=True)
+VICTIM = Sender("victim", prompt=(100, 100), output=(10**6, 10**6), under_way=1)
 
 
 @settings(max_examples=examples(100))
 @given(senders(), st.integers(0, 2**20))
 def test_nobody_who_runs_is_behind_by_more_than_the_bound(senders: list[Sender], seed: int) -> None:
     """By the engine's own meter, over every interval in which a client runs."""
-    made = engine(senders, seed).run(250)
+    made = Metered(senders, seed).run(250)
     assert made.worst_s <= SLACK_S
-    assert made.steps.largest_lag_s <= made.steps.bound_s + SLACK_S
+    assert made.rule.largest_lag_s <= made.rule.bound_s + SLACK_S
 
 
 @settings(max_examples=examples(50))
 @given(senders(), st.integers(0, 2**20))
 def test_prompts_are_held_back_for_as_long_as_they_held_up(senders: list[Sender], seed: int) -> None:
     """Decode steps that the rule forces are paid for by prefill steps before them, and last for one step more."""
-    made = engine(senders, seed).run(250)
+    made = Metered(senders, seed).run(250)
     if not made.prefill_steps or made.largest_share == 1:
         return
     rate = made.largest_share / (1 - made.largest_share)
@@ -237,10 +188,8 @@ def test_prompts_are_held_back_for_as_long_as_they_held_up(senders: list[Sender]
 @pytest.mark.slow
 def test_new_names_do_not_dilute_the_share_of_those_who_run() -> None:
     """Each request of the flood is another client, ten thousand of them from the start."""
-    made = engine([VICTIM]).run(2)
-    for number in range(10_000):
-        made.waiting.append((f"x{number}", 0.014, 0))
-        made.steps.come(f"x{number}")
+    made = Metered([VICTIM]).run(2)
+    made.send(Sender("x", 10_000, prompt=(140, 140), output=(0, 0), names=0))
     made.senders.clear()
     made.run(1000)
     assert made.prefill_steps > 500
@@ -313,8 +262,9 @@ def test_who_sends_one_request_after_the_other_keeps_its_lag() -> None:
 
 def test_a_long_run_of_short_requests_gets_its_share() -> None:
     """Requests of five tokens, each sent when the last one ended: together they are served as a long one is."""
-    short = Sender("victim", prompt_s=(0.001, 0.001), output_steps=(5, 5), goes_first=True, closed=True)
-    made = engine([short, Sender("x", waiting=16, prompt_s=(0.09, STALL_S), output_steps=(0, 0))]).run(1500)
+    short = Sender("victim", prompt=(10, 10), output=(5, 5), under_way=1)
+    others = Sender("x", waiting=16, prompt=(900, 1000), output=(0, 0))
+    made = Metered([short, others], first="victim").run(1500)
     assert made.worst_s <= SLACK_S
     assert made.now_s - made.prefills_s >= 0.3 * made.now_s
 
@@ -323,10 +273,9 @@ def test_a_long_run_of_short_requests_gets_its_share() -> None:
 @given(senders(), st.integers(0, 2**20))
 def test_an_overlapped_engine_decides_a_step_earlier(senders: list[Sender], seed: int) -> None:
     """The rule hears of a step when the next one has begun; the bound has one step more."""
-    weights = Weights({sender.name: sender.weight for sender in senders})
     quiet = [sender for sender in senders if not sender.aborts]
-    made = Engine(Clients(STALL_S, weights, unseen=1), quiet, seed, unseen=1).run(250)
-    assert made.steps.largest_lag_s <= made.steps.bound_s + SLACK_S
+    made = Metered(quiet, seed, unseen=1).run(250)
+    assert made.rule.largest_lag_s <= made.rule.bound_s + SLACK_S
 
 
 def test_a_client_that_was_behind_and_runs_again_falls_back_from_the_patience_on() -> None:

@@ -1,9 +1,8 @@
 """The target for those below their share: who is held back, who never is, and what it promises, under adversaries."""
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations
-from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,15 +10,12 @@ from hypothesis import strategies as st
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import POLICIES, make_policy
-from sglang_fair.core.admission import Admission
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
-from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.step_times import USUAL_OF
 from sglang_fair.core.steps import PACE, Steps, make_steps
-from sglang_fair.core.waits import BATCH
 from tests.support.budget import examples
-from tests.support.steps import Clients
+from tests.support.steps import Clients, Engine, Sender
 
 SHARING = [name for name in POLICIES if make_policy(name).shares_steps]
 PLAIN = [name for name in SHARING if not POLICIES[name].scales]
@@ -33,51 +29,21 @@ def step_s(requests: int) -> float:
     return BASE_S + requests * REQUEST_S
 
 
-@dataclass(frozen=True)
-class Sender:
-    """One client's habit: it keeps `waiting` requests waiting, and `under_way` waiting or running at most."""
+class Checked(Engine):
+    """Checks each decision by its own count of who runs."""
 
-    name: str
-    waiting: int = 1
-    under_way: int = 10**6
-    weight: float = 1.0
-    names: int = 1
-    """Its requests come under so many names in turn."""
-    output_steps: tuple[int, int] = (1, 40)
-    prompt_tokens: int = 5
-    aborts: float = 0.0
-    """In each step, for each of its requests, whether it waits or runs."""
-    sends: float = 1.0
-
-
-@dataclass
-class Engine:
-    """An engine that takes whoever is offered, and checks each decision by its own count of who runs."""
-
-    senders: list[Sender]
-    policy: str = "dlpm"
-    seed: int = 0
-    target_s: float | None = TARGET_S
-    retracts: float = 0.0
-    most: int = 10**6
-    """Requests that run at most."""
-    waiting: dict[str, Job] = field(default_factory=dict)
-    running: dict[str, Job] = field(default_factory=dict)
-    left: dict[str, int] = field(default_factory=dict)
-    now_s: float = 0.0
-    sent: int = 0
-    measured: bool = False
-    set_aside: list[str] = field(default_factory=list)
-    """In this pass."""
-
-    def __post_init__(self) -> None:
-        self.random = Random(self.seed)
-        weights = Weights({name: sender.weight for sender in self.senders for name in names(sender)})
-        self.weights = weights
-        self.steps = Steps(STALL_S, weights, target_s=self.target_s)
-        policy = make_policy(self.policy, quantum=50, weights=weights)
-        self.queue = FairQueue(policy)
-        self.admission = Admission(self.queue, lambda job: (0, None), self.steps)
+    def __init__(
+        self, senders: list[Sender], policy: str = "dlpm", target_s: float | None = TARGET_S, **options: Any
+    ) -> None:
+        self.weights = Weights(
+            {sender.client(n): sender.weight for sender in senders for n in range(sender.names)}
+        )
+        self.rule = Steps(STALL_S, self.weights, target_s=target_s)
+        made = make_policy(policy, quantum=50, weights=self.weights)
+        super().__init__(senders, made, self.rule, step_s=step_s, **options)
+        self.measured = False
+        self.set_aside: list[str] = []
+        """In this pass."""
         original = self.queue.set_aside
 
         def set_aside(client: str) -> None:
@@ -90,7 +56,7 @@ class Engine:
 
     def above(self, client: str) -> bool:
         """More than its share of those that run, by this engine's count; then another has less."""
-        run = Counter(job.client for job in self.running.values())
+        run = self.by_client()
         if not run[client]:
             return False
         whole = sum(self.weights.of(name) for name in run)
@@ -101,113 +67,40 @@ class Engine:
 
     def crowds_out(self, client: str) -> bool:
         """Where room is short: another that waits has fewer, and with one more it still has no more, by weight."""
-        run = Counter(job.client for job in self.running.values())
-        weight = self.weights.of
+        run, weight = self.by_client(), self.weights.of
         return len(self.running) + len(self.waiting) > self.most and any(
             (run[job.client] + 1) / weight(job.client) <= run[client] / weight(client) * (1 + 1e-9)
             for job in self.waiting.values()
             if job.client != client
         )
 
-    def run(self, steps: int) -> "Engine":
-        for _ in range(steps):
-            self.step()
-        return self
-
-    def step(self) -> None:
-        self.admission.tick(self.now_s)
-        for sender in self.senders:
-            self.send(sender)
-        self.form()
-        self.decode()
-
-    def send(self, sender: Sender) -> None:
-        own = names(sender)
-        mine = sum(job.client in own for job in self.waiting.values())
-        run = sum(job.client in own for job in self.running.values())
-        while mine < sender.waiting and mine + run < sender.under_way and self.random.random() < sender.sends:
-            mine += 1
-            self.sent += 1
-            job = Job(
-                str(self.sent),
-                own[self.sent % len(own)],
-                prompt_tokens=sender.prompt_tokens,
-                max_output_tokens=50,
-            )
-            self.left[job.id] = self.random.randint(*sender.output_steps)
-            self.waiting[job.id] = job
-            self.admission.arrive(job)
-        for job in [job for job in (*self.waiting.values(), *self.running.values()) if job.client in own]:
-            if self.random.random() < sender.aborts:
-                if job.id in self.waiting:
-                    del self.waiting[job.id]
-                    self.admission.leave(job)
-                else:
-                    self.end(job)
-
-    def form(self) -> None:
+    def form(self, most: int = 10**6) -> list[Job]:
         self.set_aside.clear()
-        self.admission.begin_pass(self.sent, lambda: bool(self.running))
-        room = self.most - len(self.running)
-        batch: list[Job] = []
-        for job in self.admission.candidates():
-            if len(batch) >= room:
-                break
-            if self.measured and self.target_s and not job.repeating and self.above(job.client):
-                assert step_s(len(self.running) + 1) <= self.target_s + 1e-9, (
-                    "it pushes others over the target"
-                )
-            self.admission.admit(job, extend_tokens=job.prompt_tokens, cached_tokens=0)
-            self.running[job.id] = self.waiting.pop(job.id)
-            batch.append(job)
-        else:
-            left = {job.client for job in self.waiting.values() if not job.repeating}
-            assert not left or self.set_aside, "somebody was passed over although nobody is held back"
-        self.admission.end_pass(BATCH if len(self.running) >= self.most else None)
-        if batch:
-            for job in batch:
-                self.queue.account.emit(job, 1)
-            self.admission.computed(batch)
+        return super().form(most)
+
+    def admit(self, job: Job) -> None:
+        if self.measured and self.rule.target_s and not job.repeating and self.above(job.client):
+            longest_s = self.rule.target_s + 1e-9
+            assert step_s(len(self.running) + 1) <= longest_s, "it pushes others over the target"
+        super().admit(job)
+
+    def passed_over(self) -> None:
+        left = any(not job.repeating for job in self.waiting.values())
+        assert not left or self.set_aside, "a request was passed over although no client is held back"
 
     def decode(self) -> None:
-        if not self.running:
-            assert not self.waiting, "the engine would stand still although somebody waits"
-            self.now_s += BASE_S
-            return
-        self.now_s += step_s(len(self.running))
-        self.admission.step(step_s(len(self.running)), decoded=1, requests=len(self.running))
-        self.measured = True
-        for job in list(self.running.values()):
-            self.queue.account.emit(job, 1)
-            self.left[job.id] -= 1
-            if self.left[job.id] <= 0:
-                self.end(job)
-            elif self.random.random() < self.retracts:
-                self.waiting[job.id] = self.running.pop(job.id)
-                self.admission.retract(job)
-
-    def end(self, job: Job) -> None:
-        del self.running[job.id]
-        self.admission.finish(job)
-
-    def count(self, name: str) -> int:
-        return sum(job.client.startswith(name) for job in self.running.values())
-
-
-def names(sender: Sender) -> list[str]:
-    return (
-        [sender.name] if sender.names == 1 else [f"{sender.name}.{number}" for number in range(sender.names)]
-    )
+        self.measured |= bool(self.running)
+        super().decode()
 
 
 PLACES = 24
-POLITE = Sender("polite", waiting=40, output_steps=(5, 20), prompt_tokens=1)
+POLITE = Sender("polite", waiting=40, output=(5, 20), prompt=(1, 1))
 """It always waits."""
 
 
 def most_of_burst(bursts: list[Sender], policy: str, seed: int) -> int:
     """How many requests of `bursts`, which begin one after the other, run at once at most."""
-    made, most = Engine([POLITE], policy, seed, target_s=0.0, most=PLACES).run(30), 0
+    made, most = Checked([POLITE], policy, 0.0, seed=seed, most=PLACES).run(30), 0
     for number in range(60):
         made.senders = [POLITE, *bursts[number : number + 1]]
         made.step()
@@ -223,22 +116,22 @@ def most_of_burst(bursts: list[Sender], policy: str, seed: int) -> int:
             Sender,
             st.just("burst"),
             st.sampled_from([1, 10, 80]),
-            prompt_tokens=st.sampled_from([1, 10, 100]),
-            output_steps=st.sampled_from([(1, 1), (1, 60), (400, 400)]),
+            prompt=st.sampled_from([(1, 1), (10, 10), (100, 100)]),
+            output=st.sampled_from([(1, 1), (1, 60), (400, 400)]),
         ),
         max_size=20,
     ),
     st.sampled_from([name for name in PLAIN if make_policy(name).keeps_places]),
     st.integers(0, 2**20),
 )
-@example([Sender("burst", 80, prompt_tokens=1, output_steps=(400, 400))], "dlpm", 0)
+@example([Sender("burst", 80, prompt=(1, 1), output=(400, 400))], "dlpm", 0)
 def test_a_client_that_always_waits_keeps_its_places_whatever_comes_in_bursts(
     bursts: list[Sender], policy: str, seed: int
 ) -> None:
     assert most_of_burst(bursts, policy, seed) <= PLACES // 2
 
 
-LIGHT = Sender("light", output_steps=(40, 40), sends=0.05)
+LIGHT = Sender("light", output=(40, 40), sends=0.05)
 FLOOD = Sender("flood", waiting=100, under_way=100)
 
 
@@ -250,7 +143,7 @@ def senders(draw: st.DrawFn) -> list[Sender]:
             waiting=draw(st.sampled_from([1, 1, 3, 30])),
             weight=draw(st.sampled_from([1.0, 1.0, 0.3, 4.0])),
             names=draw(st.sampled_from([1, 1, 7, 50])),
-            output_steps=(1, draw(st.sampled_from([1, 5, 40]))),
+            output=(1, draw(st.sampled_from([1, 5, 40]))),
             aborts=draw(st.sampled_from([0.0, 0.0, 0.02, 0.5])),
             sends=draw(st.sampled_from([1.0, 0.3, 0.02])),
         )
@@ -270,9 +163,9 @@ def senders(draw: st.DrawFn) -> list[Sender]:
 def test_only_those_above_their_share_are_held_back(
     senders: list[Sender], policy: str, seed: int, retracts: float, target_s: float | None
 ) -> None:
-    """Floods, many names, aborts, retractions. `Engine` asserts in each pass: only clients above their share are set
+    """Floods, many names, aborts, retractions. `Checked` asserts in each pass: only clients above their share are set
     aside, everybody else who waits is offered, and nobody above its share makes a step longer than the target."""
-    made = Engine(senders, policy, seed, target_s, retracts=retracts).run(60)
+    made = Checked(senders, policy, target_s, seed=seed, retracts=retracts).run(60)
     made.senders = []
     made.retracts = 0.0
     made.run(4000 if made.waiting else 60)
@@ -283,7 +176,7 @@ def test_only_those_above_their_share_are_held_back(
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", SHARING)
 def test_a_flood_comes_down_to_the_target_and_light_clients_run_at_once(policy: str) -> None:
-    made = Engine([FLOOD, LIGHT], policy).run(1)
+    made = Checked([FLOOD, LIGHT], policy).run(1)
     assert len(made.running) > 50, "before a step was measured nobody is held back"
     beside, waited = [], 0
     for _ in range(200):
@@ -292,17 +185,17 @@ def test_a_flood_comes_down_to_the_target_and_light_clients_run_at_once(policy: 
         if made.count("light"):
             beside.append(len(made.running))
     assert waited <= 0.1 * 200, "where charges are predicted a light client may be ahead for a moment"
-    assert made.steps.held_back > 50
-    off = Engine([FLOOD, LIGHT], policy, target_s=0.0).run(100)
+    assert made.rule.held_back > 50
+    off = Checked([FLOOD, LIGHT], policy, target_s=0.0).run(100)
     assert len(off.running) >= 95
-    assert off.steps.held_back == 0
+    assert off.rule.held_back == 0
     assert sum(beside) / len(beside) < 40, "although it refills whenever no light client runs"
 
 
 def test_beside_a_client_that_always_runs_the_target_is_kept() -> None:
     """And nearly used up: the flood is not held back further than the target asks."""
-    always = Sender("light", output_steps=(10**6, 10**6), waiting=1, sends=1.0)
-    made = Engine([FLOOD]).run(1)
+    always = Sender("light", output=(10**6, 10**6), waiting=1, sends=1.0)
+    made = Checked([FLOOD]).run(1)
     made.senders = [FLOOD, always]
     made.step()
     made.senders = [FLOOD]
@@ -324,8 +217,8 @@ def test_beside_a_client_that_always_runs_the_target_is_kept() -> None:
             st.just(""),
             waiting=st.just(45),  # more than may run: all wait all the time
             under_way=st.just(10**6),
-            prompt_tokens=st.sampled_from([1, 10, 100, 1000]),
-            output_steps=st.sampled_from([(1, 1), (1, 3), (20, 50), (50, 50)]),
+            prompt=st.sampled_from([(1, 1), (10, 10), (100, 100), (1000, 1000)]),
+            output=st.sampled_from([(1, 1), (1, 3), (20, 50), (50, 50)]),
         ),
         min_size=2,
         max_size=4,
@@ -340,14 +233,9 @@ def test_the_policy_s_bound_holds_whoever_is_held_back(
 ) -> None:
     """Of clients that all wait, some with long answers and some with long prompts: the former have more of the requests
     that run, and are held back."""
-    made = Engine(
-        [replace(kind, name=f"c{number}") for number, kind in enumerate(kinds)],
-        policy,
-        seed,
-        target_s,
-        most=most,
-    )
-    made.steps.step(8 * step_s(1), decoded=8, requests=1)
+    kinds = [replace(kind, name=f"c{number}") for number, kind in enumerate(kinds)]
+    made = Checked(kinds, policy, target_s, seed=seed, most=most)
+    made.rule.step(8 * step_s(1), decoded=8, requests=1)
     ahead: dict[tuple[str, str], list[float]] = {}
     names = [sender.name for sender in made.senders]
     for _ in range(150):
@@ -362,12 +250,10 @@ def test_the_policy_s_bound_holds_whoever_is_held_back(
 
 def flooded(others: int = 1, weight: float = 1.0, *, is_warm: bool = True) -> list[float]:
     """Lengths of steps beside a flood of 100 and `others` with one request each, all of which run for long."""
-    one = [
-        Sender(f"light {n}", output_steps=(10**6, 10**6), under_way=1, weight=weight) for n in range(others)
-    ]
-    made = Engine([FLOOD, *one], target_s=None)
+    one = [Sender(f"light {n}", output=(10**6, 10**6), under_way=1, weight=weight) for n in range(others)]
+    made = Checked([FLOOD, *one], target_s=None)
     if is_warm:
-        made.steps.step(8 * step_s(1), decoded=8, requests=1)
+        made.rule.step(8 * step_s(1), decoded=8, requests=1)
     made.run(2)
     made.senders = [FLOOD]
     made.run(200)
@@ -411,8 +297,8 @@ def test_without_a_number_nobody_is_held_back_before_short_steps_were_seen() -> 
 
 @pytest.mark.slow
 def test_a_target_that_no_step_can_meet_starves_nobody() -> None:
-    always = Sender("light", output_steps=(400, 400), sends=1.0)
-    made = Engine([FLOOD, always], target_s=BASE_S / 2, most=40).run(3000)
+    always = Sender("light", output=(400, 400), sends=1.0)
+    made = Checked([FLOOD, always], target_s=BASE_S / 2, most=40).run(3000)
     served = [made.queue.account.ledger.usage(name).service for name in ("flood", "light")]
     assert min(served) > 10_000
     made.senders = []
@@ -490,8 +376,8 @@ def test_what_counts_is_the_token_beside_one_request_more(step_s: float, is_held
 @pytest.mark.slow
 def test_ten_thousand_waiting_requests_are_passed_over_in_one_go() -> None:
     """So the cost of a pass is that of its clients, however many requests each of them has."""
-    always = Sender("light", output_steps=(10**6, 10**6))
-    made = Engine([Sender("flood", waiting=100, output_steps=(10**6, 10**6)), always]).run(1)
+    always = Sender("light", output=(10**6, 10**6))
+    made = Checked([Sender("flood", waiting=100, output=(10**6, 10**6)), always]).run(1)
     made.senders = [Sender("flood", waiting=10_000)]
     made.send(made.senders[0])
     asked, original = 0, made.queue.next
@@ -509,7 +395,7 @@ def test_ten_thousand_waiting_requests_are_passed_over_in_one_go() -> None:
 
 
 def test_the_server_s_own_and_retracted_requests_are_not_held_back() -> None:
-    made = Engine([FLOOD, Sender("light", output_steps=(500, 500))]).run(2)
+    made = Checked([FLOOD, Sender("light", output=(500, 500))]).run(2)
     flooding = next(job for job in made.running.values() if job.client == "flood")
     made.waiting[flooding.id] = made.running.pop(flooding.id)
     made.admission.retract(flooding)

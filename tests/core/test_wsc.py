@@ -1,145 +1,85 @@
 """WSC: normalised service, its bound with interactions first, and who gains by lying."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import combinations
-from random import Random
 
 import pytest
 from hypothesis import strategies as st
 
 from sglang_fair.core import make_policy
 from sglang_fair.core.cost import make_cost
-from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.job import Job
 from sglang_fair.core.options import check_together
+from sglang_fair.core.policy import Policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.wsc import Wsc
+from tests.support.steps import Engine, Sender
 
 
-@dataclass(frozen=True)
-class Habit:
-    """A client keeps `waiting` calls waiting, spread over `open` interactions of `calls` calls each."""
+class Scaled(Engine):
+    """Runs eight requests at a time, and keeps what each client got in normalised units."""
 
-    waiting: int = 30
-    open: int = 1
-    calls: int = 1
-    app: str = "chat"
-    label: str = ""
-    """What it says its app is; "" for the truth."""
-    prompt: tuple[int, int] = (1, 20)
-    output: tuple[int, int] = (1, 20)
-    comes: int = 0
-    stays: int = 0
-    leaves: int = 0
-    """From step `comes` on it sends for `stays` steps and sends nothing for `leaves`, again and again. If it `stays` 0,
-    it sends in all of them."""
+    def __init__(self, policy: Policy, senders: Iterable[Sender], seed: int = 0) -> None:
+        named = [replace(sender, name=name) for name, sender in zip("abcd", senders, strict=False)]
+        super().__init__(named, policy, seed=seed, most=8)
+        self.worst_gap = 0.0
+        """Of the counters of clients that wait."""
+        self.worst_batch = 0.0
+        """Of one client's requests that ran at once."""
+        self.received = dict.fromkeys((sender.name for sender in named), 0.0)
+        """By the scales that were charged."""
+        self.difference = 0.0
+        """The most by which two clients' parts differed over a time in which both waited."""
+        self.begun_passed_over = 0
+        """Admissions of first calls while a call of an interaction that had begun could be had."""
+        self.ahead: dict[tuple[str, str], tuple[float, float]] = {}
+        """By how much one was ahead of the other since both wait: the least and the most."""
 
-    def sends(self, step: int) -> bool:
-        since = step - self.comes
-        return since >= 0 and (not self.stays or since % (self.stays + self.leaves) < self.stays)
+    def admit(self, job: Job) -> None:
+        self.begun_passed_over += job.call == 1 and any(other.call > 1 for other in self.queue.jobs())
+        super().admit(job)
+        self.received[job.client] += job.prompt_tokens * job.scale
+        self.look()
 
+    def emit(self, job: Job) -> None:
+        super().emit(job)
+        self.received[job.client] += 2 * job.scale
 
-@dataclass
-class Engine:
-    """Runs `most` requests at a time, one token each a step."""
-
-    policy: Wsc
-    habits: dict[str, Habit]
-    seed: int = 0
-    most: int = 8
-    sent: int = 0
-    now: float = 0.0
-    left: dict[Job, int] = field(default_factory=dict)
-    names: dict[Job, Interaction] = field(default_factory=dict)
-    worst_gap: float = 0.0
-    """Of the counters of clients that wait."""
-    worst_batch: float = 0.0
-    """Of one client's requests that ran at once, normalised."""
-    received: dict[str, float] = field(default_factory=dict)
-    """Normalised, by the scales that were charged."""
-    difference: float = 0.0
-    """The most by which two clients' parts differed over a time in which both waited."""
-    passed_over: int = 0
-    """Admissions of first calls while a call of an interaction that had begun could be had."""
-    _ahead: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-    """By how much one was ahead of the other since both wait: the least and the most."""
-
-    def __post_init__(self) -> None:
-        self.random = Random(self.seed)
-        self.queue = FairQueue(self.policy)
-        self.interactions = Interactions(most_calls=10**6, most_open=10**6)
-        self.received = dict.fromkeys(self.habits, 0.0)
-
-    def run(self, steps: int) -> "Engine":
-        for _ in range(steps):
-            self.now += 1
-            self.interactions.tick(self.now)
-            for client, habit in self.habits.items():
-                if habit.sends(int(self.now)):
-                    self.send(client, habit)
-            self.queue.begin_pass()
-            while len(self.queue.account.running) < self.most and (job := self.queue.next()) is not None:
-                self.passed_over += job.call == 1 and any(other.call > 1 for other in self.queue.jobs())
-                self.queue.admit(job, extend_tokens=job.prompt_tokens, cached_tokens=0)
-                self.received[job.client] += job.prompt_tokens * job.scale
-                self.look()
-            for job in list(self.queue.account.running.values()):
-                self.queue.account.emit(job, 1)
-                self.received[job.client] += 2 * job.scale
-                self.left[job] -= 1
-                if not self.left[job]:
-                    self.queue.finish(job.id)
-                    self.interactions.end(
-                        self.names[job], is_answered=job.call >= self.habits[job.client].calls
-                    )
-            self.look()
-        return self
-
-    def send(self, client: str, habit: Habit) -> None:
-        mine = sum(job.client == client for job in self.queue.waiting())
-        for _ in range(habit.waiting - mine):
-            self.sent += 1
-            number = self.random.randrange(habit.open)
-            name = Interaction(client, habit.app, f"{number}" if habit.calls > 1 else f"{self.sent}")
-            output = self.random.randint(*habit.output)
-            job = Job(
-                str(self.sent), client, self.random.randint(*habit.prompt), output,
-                app=habit.label or habit.app, call=self.interactions.accept(name),
-            )  # fmt: skip
-            self.left[job], self.names[job] = output, name
-            self.queue.arrive(job)
+    def decode(self) -> None:
+        super().decode()
+        self.look()
 
     def look(self) -> None:
-        batches: dict[str, float] = {}
-        for job in self.queue.account.running.values():
-            cost = (job.prompt_tokens + 2 * job.max_output_tokens) * job.scale
-            batches[job.client] = batches.get(job.client, 0.0) + cost
+        batches: Counter[str] = Counter()
+        for job in self.running.values():
+            batches[job.client] += (job.prompt_tokens + 2 * job.max_output_tokens) * job.scale  # type: ignore[assignment]
         self.worst_batch = max(self.worst_batch, *batches.values(), 0.0)
-        counters = self.policy.counters()
-        waiting = {job.client for job in self.queue.jobs()}
+        counters, waiting = self.queue.policy.counters(), {job.client for job in self.queue.jobs()}
         values = [counters[client] for client in waiting]
         self.worst_gap = max(self.worst_gap, max(values, default=0.0) - min(values, default=0.0))
-        for pair in combinations(sorted(self.habits), 2):
+        for pair in combinations(self.received, 2):
             if not waiting.issuperset(pair):
-                self._ahead.pop(pair, None)
+                self.ahead.pop(pair, None)
                 continue
             ahead = self.received[pair[0]] - self.received[pair[1]]
-            least, most = self._ahead.get(pair, (ahead, ahead))
-            least, most = self._ahead[pair] = min(least, ahead), max(most, ahead)
+            least, most = self.ahead.get(pair, (ahead, ahead))
+            least, most = self.ahead[pair] = min(least, ahead), max(most, ahead)
             self.difference = max(self.difference, most - least)
 
     def largest_batch(self) -> float:
         """U: the dearest prompt and the most output owed at once, normalised; all of a client's requests that ran at
         once if they are charged when they end."""
-        if self.policy.charges_at_end:
+        if self.queue.policy.charges_at_end:
             return self.worst_batch
         ever = self.queue.account.largest.ever
         return ever.input_units + 2 * ever.owed_tokens
 
 
 habits = st.builds(
-    Habit,
+    Sender,
+    waiting=st.just(30),
     open=st.sampled_from([1, 30]),
     calls=st.sampled_from([1, 20]),
     app=st.sampled_from(["chat", "code"]),
@@ -169,15 +109,12 @@ def test_a_call_of_an_interaction_that_has_begun_goes_first(lead: float, first: 
 
 def gain(make: Callable[[], Wsc], label: str) -> float:
     """What a client of the light app gets when it names `label`, over what it gets when it does not."""
-    light, heavy = (
-        Habit(app="light", prompt=(10, 10), output=(5, 5)),
-        Habit(app="heavy", prompt=(700, 700), output=(100, 100)),
-    )
+    light = Sender(waiting=30, app="light", prompt=(10, 10), output=(5, 5))
+    heavy = replace(light, app="heavy", prompt=(700, 700), output=(100, 100))
     got = []
     for said in ("", label):
-        liar = Habit(app="light", label=said, prompt=(10, 10), output=(5, 5))
-        made = Engine(make(), {"honest": light, "liar": liar, "heavy": heavy}).run(800)
-        got.append(made.queue.account.ledger.usage("liar").service)
+        made = Scaled(make(), (light, replace(light, label=said), heavy)).run(800)
+        got.append(made.queue.account.ledger.usage("b").service)
     return got[1] / got[0]
 
 
