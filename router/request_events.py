@@ -157,7 +157,7 @@ class RequestEvents:
             self._counts["asked again"] += 1
             if known.worker in pool.taking and known.worker.name not in event.exclude:
                 return True, self._placed_at(known.request, known.worker, known.matched_tokens, now_s)
-            self._flights.end(known, Done(event.id, outcome="failed"), now_s)
+            self._settle(known, Done(event.id, outcome="failed"), now_s)
             self._suspects.forget(event.id)
         is_same = waiting is not None and (
             waiting[0].exclude == event.exclude and self._workers.pool(waiting[0].model) is pool

@@ -541,8 +541,8 @@ def _of(base: int) -> sa.ColumnElement[bool]:
 
 
 def _one_of(keys: Collection[int]) -> sa.ColumnElement[bool]:
-    """Written out: hundreds of parameters take longer than the statement."""
-    return _I.id.op("IN", is_comparison=True)(sa.literal_column(f"({','.join(map(str, keys))})"))
+    """Written out: hundreds of parameters take longer than the statement. No keys are NULL, which equals nothing."""
+    return _I.id.op("IN", is_comparison=True)(sa.literal_column(f"({','.join(map(str, keys)) or 'NULL'})"))
 
 
 def _is_validating(db: Connection, name: str, owner: str) -> bool:

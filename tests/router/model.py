@@ -70,13 +70,11 @@ class Model:
     """What is known of each request: `believed` by gateways, whom messages do not reach, and by the router that it is
     in flight, that it waits (for none of those it excludes), or that it was lost with its worker."""
 
-    def __init__(self, placement: str, *, excluding: bool = True, **values: object) -> None:
+    def __init__(self, placement: str, **values: object) -> None:
         known = parameters(placement)
         values = {"slots": 4, "kv_tokens": 300, "chunk_tokens": 60, "ahead": 600.0} | values
         self.placement, self.values = placement, {name: one for name, one in values.items() if name in known}
-        self.is_holding, self.excluding = isinstance(build(placement), Holding), excluding
-        self.is_stranding = placement == "deadline" and excluding
-        """Its worker that may not take the first request stands idle until something ends or comes there."""
+        self.is_holding = isinstance(build(placement), Holding)
         self.now_s, self.number, self.held = 0.0, 0, 0
         self.believed: dict[str, tuple[bytes, Arrive]] = {}
         self.choices: list[tuple[str, str]] = []
@@ -183,7 +181,7 @@ class Model:
             self.counts["asked again"] += 1
             if flight.worker in self.taking(event.exclude):
                 return Place(name, flight.worker, "", 0)
-            self._end(name, "failed", drains=False)
+            self._end(name, "failed")
         elif waiting and waiting[1] == event.exclude:
             self.counts["asked again"] += 1
             return Held(name)
@@ -266,7 +264,7 @@ class Model:
                 assert [one["prefill_tokens"], one["decode_tokens"]] == [0, 0]
         assert [self.router.requests_of(peer) for peer in PEERS] == [len(self._of(peer)) for peer in PEERS]
         assert all(self.taking(exclude) for _, exclude in self.waiting.values()), "none waits for nobody"
-        assert self.flights or self.is_stranding or not self.waiting, "none waits where all are idle"
+        assert self.flights or not self.waiting, "none waits where all are idle"
 
     # -- any events
 
@@ -366,7 +364,7 @@ class Model:
             f"c{client}",
             np.asarray(tokens, "<u4").tobytes(),
             rng.choice([0, 20]),
-            exclude=tuple(worker for worker in WORKERS if self.excluding and rng.random() < 0.15),
+            exclude=tuple(worker for worker in WORKERS if rng.random() < 0.15),
             due=Due("k", slo_s, slo_s) if slo_s else None,
             interaction=rng.choice(["", "i", "j"]),
         )

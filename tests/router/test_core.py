@@ -75,7 +75,7 @@ def test_whatever_comes_and_is_lost_each_request_is_answered_and_ends_once(place
     held = 0
     for seed in seeds(20):
         tight = {"slots": 1, "kv_tokens": 64, "chunk_tokens": 0, "tiers": False} if seed % 2 else {}
-        model = Model(placement, excluding=seed % 4 < 2, **tight).walk(seed, 100)
+        model = Model(placement, **tight).walk(seed, 100)
         held += model.held
     assert (held > 0) is model.is_holding
 

@@ -128,10 +128,9 @@ class Deadline(Placement):
         found: list[tuple[Replica, Job]] = []
         for name in list(self._ready):
             replica = self.replicas.get(name)
-            one = None if replica is None else self._candidate(replica, may, now_s)
-            if replica is None or one is None:
+            if replica is None:
                 del self._ready[name]
-            else:
+            elif (one := self._candidate(replica, may, now_s)) is not None:
                 found.append((replica, one))
         if not found:
             return None
@@ -290,12 +289,14 @@ class Deadline(Placement):
         return self.lines[one.request.model].tier(one), one.is_late, replica.to_do_s, replica.name
 
     def _candidate(self, replica: Replica, may: May, now_s: float) -> Job | None:
+        """None: it is not ready, or what goes first may not go there, of which the next may be another."""
         line = None if replica.serves is None else self.lines.get(replica.serves)
         if line is None or not line.count or (replica.is_full and not self.evicts):
+            del self._ready[replica.name]
             return None
         line.settle()
         order = (True, False) if replica.pulls % LATE_PULLS == LATE_PULLS - 1 else (False, True)
-        missed = 0
+        missed, is_barred = 0, False
         for tier in (0, 1):
             for is_late in order:
                 one = line.first(tier, is_late)
@@ -307,8 +308,11 @@ class Deadline(Placement):
                     one = line.first(tier, False)
                 if one is not None and not may(one.request, replica.name):
                     one = next((other for other in line.near(one) if may(other.request, replica.name)), None)
+                    is_barred |= one is None
                 if one is not None and replica.has_room(one, tier, evicts=self.evicts):
                     return one
+        if not is_barred:
+            del self._ready[replica.name]
         return None
 
     def _look(self, now_s: float) -> None:
