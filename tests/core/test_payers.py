@@ -14,6 +14,7 @@ from sglang_fair.core import POLICIES, make_policy, options_of
 from sglang_fair.core.cost import Linear
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.job import Job
+from sglang_fair.core.largest import Extremes
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.newcomers import AT_ONCE
 from sglang_fair.core.payers import EQUAL, FIRST, PER_USE, Payers, Swing, path_of
@@ -352,7 +353,7 @@ def test_counters_stay_within_what_the_bound_counts(rule, case, quantum):
         def look() -> None:
             queue = replica.queue
             largest = queue.account.largest.recent
-            u = largest.input_units + queue.account._dearest_output_units(largest)
+            u = largest.input_units + dearest_output_units(queue, largest)
             for account in queue.policy._deficits.values():
                 assert account.units >= -(u + queue.account._swing.most_charged) - 1e-6
                 assert account.refund <= queue.account._swing.most_refunded + 1e-6
@@ -385,7 +386,7 @@ def test_the_theorems_own_u_is_not_enough():
     while queue.policy.deficit("b") <= 0:
         send("others", [])
     largest = queue.account.largest.ever
-    plain = queue.policy.bound(largest.input_units, queue.account._dearest_output_units(largest))
+    plain = queue.policy.bound(largest.input_units, dearest_output_units(queue, largest))
     for number in range(100):
         for client in "ab":
             queue.arrive(Job(f"{client}{number}", client))
@@ -441,3 +442,7 @@ def test_a_forgotten_swing_is_the_farthest_one():
     assert swing.most_charged == 7
     swing.transferred("b", 1)
     assert swing.most_charged == 8
+
+
+def dearest_output_units(queue: FairQueue, largest: Extremes) -> float:
+    return queue.account._price.dearest(largest.prompt_tokens, largest.output_tokens, largest.owed_tokens)[1]

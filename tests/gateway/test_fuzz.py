@@ -50,7 +50,7 @@ tokens = st.integers(0, 40).map(lambda n: bytes(4 * n))
 counts = st.integers(0, 1 << 40)
 hashes = st.integers(-9, 9)
 events = st.one_of(
-    st.builds(Arrive, names, names, tokens, counts, names, st.tuples(names)),
+    st.builds(Arrive, names, names, tokens, counts, names, exclude=st.tuples(names)),
     st.builds(Running, names, names, tokens, counts, names, worker=names, output_tokens=counts),
     st.builds(Progress, names, counts),
     st.builds(Done, names, counts, st.none() | counts, st.sampled_from(["ok", "aborted", "failed"])),
