@@ -234,8 +234,9 @@ def test_a_worker_ends_with_its_parent(tmp_path):
     root = Path(__file__).parents[2]
     given = {"cwd": root, "env": {**os.environ, "PYTHONPATH": str(root)}, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, str(script)], text=True, **given) as parent:
-        [pid] = map(int, parent.stdout.readline().split())
+        said = parent.stdout.readline()
         parent.kill()
+    [pid] = map(int, said.split())
     wait_until(lambda: not lives(pid), "the worker's end")
 
 

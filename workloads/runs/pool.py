@@ -80,8 +80,9 @@ def carry_out(
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                began(job := waiting.pop())
+                job = waiting.pop()
                 running[pool.submit(attempt, work, job)] = job
+                began(job)
             ended, _ = wait(running, return_when=FIRST_COMPLETED)
             if any(isinstance(one.exception(), BrokenProcessPool) for one in ended):
                 ended = set(running)
