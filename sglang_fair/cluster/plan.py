@@ -289,6 +289,7 @@ def _router_settings(options: Options, router: str) -> dict[str, Any]:
         "page_size": page_tokens(options.extra),
         "http_host": LOCAL,
         "http_port": options.router_http_port,
+        "notice_s": 0.0,
         "tls_cert": None,  # on this machine it is served over http
         "tls_key": None,
     }  # fmt: skip

@@ -42,6 +42,13 @@ def test_the_gateway_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.limit_store == "redis://127.0.0.1:1/0"
 
 
+def test_what_no_balancer_looks_at_ends_at_once() -> None:
+    plan = build(Options(), "cpu", MACHINE, MODEL, PORTS)
+    assert {
+        parse(role, one.argv[3:]).notice_s for role in ("gateway", "router") for one in plan.of(role)
+    } == {0.0}
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
