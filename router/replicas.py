@@ -216,7 +216,7 @@ class Replica:
         """Connects; with `keys`, to a replica that has its own. `tell` gets its events, `note` what cannot be read, by
         its kind. Raises `zmq.ZMQError` for a malformed address."""
         self.addresses = addresses_of(up)
-        self.follower = Follower(up.worker, can_replay=up.kv is not None and up.replay is not None)
+        self.follower = Follower(up.worker, can_replay=self.addresses[1] is not None)
         self._context, self._keys, self._loop = context, keys, loop
         self._clock, self._tell, self._note = clock, tell, note
         self._readers: dict[str, Reader] = {}

@@ -55,7 +55,7 @@ class Manifest:
     extend_weight: float = 1.0
     output_weight: float = 2.0
     bound: float | None = None
-    """On the service difference, as stated by whoever started the run; the samples' own comes first."""
+    """Not read: records of earlier releases have it."""
     reported: Mapping[str, Any] = field(default_factory=dict)
     """Policy and placement as read back from the servers."""
     case: Mapping[str, Any] = field(default_factory=dict)

@@ -38,7 +38,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from router.core import Router
-from router.events import Arrive, Done, Event, Load, Place, Removed, Stored, WorkerUp
+from router.events import Arrive, Done, Event, Load, Place, Stored, WorkerUp
 from router.placement import PLACEMENTS, build
 from router.process import collect_young_only
 from sglang_fair.bench import Show, carry_out, choose, conditions, grid, percentile
@@ -146,15 +146,14 @@ class Traffic:
             for worker in head.workers:
                 yield Stored(worker, head.hashes, None, head.tokens, PAGE)
 
-    def conversation(self) -> tuple[Stored, Stored, Removed]:
-        """A prompt and its answer below one of the heads, and their eviction, the answer first."""
+    def conversation(self) -> tuple[Stored, Stored]:
+        """A prompt and its answer below one of the heads."""
         head = self._all[int(self._rng.integers(len(self._all)))]
         worker = head.workers[int(self._rng.integers(len(head.workers)))]
         asked, answered = self._hashes(TAIL_TOKENS), self._hashes(ANSWER_TOKENS)
         return (
             Stored(worker, asked, head.hashes[-1], self._tokens(TAIL_TOKENS), PAGE),
             Stored(worker, answered, asked[-1], self._tokens(ANSWER_TOKENS), PAGE),
-            Removed(worker, answered + asked),
         )
 
     def request(self, prompt_tokens: int) -> tuple[Arrive, Head]:
@@ -220,7 +219,7 @@ def filled(placement: str, traffic: Traffic, tree_tokens: int) -> tuple[Router, 
         clock.time(router.handle, head, 0.0)
         tokens += len(head.tokens) // 4
     while router.tree.tokens < tree_tokens - (TAIL_TOKENS + ANSWER_TOKENS):
-        for event in traffic.conversation()[:2]:
+        for event in traffic.conversation():
             clock.time(router.handle, event, 0.0)
             tokens += len(event.tokens) // 4
     return router, tokens / (sum(clock.cpu_us) / 1e6)

@@ -46,7 +46,7 @@ class Marks:
     """Names of one kind (ports, GPUs) that this process alone of the machine has, until `close` or its death.
 
     A name is that of an abstract Unix socket, which the kernel frees when the last process that has the socket is gone.
-    Linux only: elsewhere every name is free.
+    Linux only: elsewhere the names of other processes are free.
     """
 
     def __init__(self, kind: str) -> None:
@@ -57,11 +57,10 @@ class Marks:
         """Takes `name`. False if this process or another one has it."""
         if name in self._held:
             return False
-        if not sys.platform.startswith("linux"):
-            return True
         mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            mark.bind(f"\0sglang-fair/{self._kind}/{name}")
+            if sys.platform.startswith("linux"):
+                mark.bind(f"\0sglang-fair/{self._kind}/{name}")
         except OSError:
             mark.close()
             return False

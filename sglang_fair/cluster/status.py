@@ -70,10 +70,9 @@ def by_client(replicas: Mapping[str, Report | None]) -> dict[str, dict[str, obje
     return {
         client: {
             "client": client,
-            **{
-                title: row[title] if title != "share" else f"{row['service'] / served:.0%}" if served else ""
-                for title in ("service", "share", *AMOUNTS)
-            },
+            "service": row["service"],
+            "share": f"{row['service'] / served:.0%}" if served else "",
+            **row,
             **counters[client],
         }
         for client, row in sorted(totals.items(), key=lambda item: (-item[1]["service"], item[0]))
@@ -134,7 +133,7 @@ def _own(found: Report) -> dict[str, object]:
 def _table(title: str, rows: Sequence[Mapping[str, object]], headings: Sequence[str] = ()) -> Table:
     """A row's keys are the headings, which are `headings` where there is no row. Texts stand to the left."""
     table = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
-    for heading in dict.fromkeys(key for row in rows for key in row) if rows else headings:
+    for heading in dict.fromkeys([key for row in rows for key in row] or headings):
         is_text = all(isinstance(row.get(heading), str) for row in rows) and heading != "share"
         table.add_column(Text(heading), justify="left" if is_text else "right")
     for row in rows:

@@ -195,9 +195,10 @@ def grammar(refuse: Callable[[str, Facts], str | None] = lambda value, facts: No
 
 
 def _refuse_bias(value: dict[str, float], facts: Facts) -> str | None:
+    last = facts.last_id
     for name in value:
-        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= facts.last_id):
-            return f"must be an object by token ids, which are integers from 0 to {facts.last_id}"
+        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= last):
+            return f"must be an object by token ids, which are integers from 0 to {last}"
     return None
 
 
@@ -231,10 +232,10 @@ def _refuse_large(value: Any, facts: Facts) -> str | None:
 
 def _refuse_nested(value: dict[str, Any], facts: Facts) -> str | None:
     for name, one in value.items():
-        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else [one]
+        inner = list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else [one]
         if name.startswith("__"):
             return f"must have no name with two underscores before it, as {name!r:.80}"
-        if len(inner) > MAX_IDS or any(SCALAR.problem(each, facts) for each in inner):
+        if NESTED.problem(inner, facts):
             return (
                 f"must hold texts and numbers of 64 bits, and lists and objects of at most {MAX_IDS} of them"
             )
@@ -321,6 +322,7 @@ SCALAR = Typed(
         | Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
     )
 )
+NESTED = many(SCALAR, MAX_IDS)
 SCALARS = Typed(
     lambda _: Annotated[dict[str, Any], Meta(max_length=MAX_STOPS)], _refuse_nested,
     {"propertyNames": {"pattern": "^[a-z]"},

@@ -47,18 +47,17 @@ class Recent(Generic[Entry]):
             self._names[entry] += (name,)
             self._by_name.setdefault(name, []).append(entry)
 
-    def end(self, entry: Entry) -> Entry | None:
-        """`entry` has ended. Returns one that is forgotten therefore."""
+    def end(self, entry: Entry) -> None:
+        """`entry` has ended. Of more than are kept, the one that ended longest ago is forgotten."""
         self._ended.append(entry)
         if len(self._ended) <= self._most:
-            return None
+            return
         oldest = self._ended.popleft()
         for name in self._names.pop(oldest):
             same = self._by_name[name]
             same.remove(oldest)
             if not same:
                 del self._by_name[name]
-        return oldest
 
     def find(self, name: str, client: str | None = None) -> list[Entry]:
         """Those of this name, the latest first, `MOST_FOUND` at most; of `client` only, if one is given."""

@@ -20,7 +20,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
 from statistics import median
 from typing import Annotated, Any, Literal
 
@@ -93,12 +93,9 @@ class _Group:
 
     @classmethod
     def restored(cls, saved: _Saved, most: int) -> "_Group":
-        """ValueError if that is more than `most` clients, or no number."""
+        """ValueError if that is more than `most` clients, or calls of none."""
         if len(saved.clients) > most or (saved.calls and not saved.clients):
             raise ValueError(f"{saved.calls} calls of {len(saved.clients)} clients")
-        for one in saved.clients:
-            if not (isfinite(one.extend) and isfinite(one.output)):
-                raise ValueError(f"{one!r:.80} has no numbers of tokens")
         return cls(most, saved.calls, OrderedDict((one.client, one) for one in saved.clients))
 
     def saved(self) -> Any:

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from sglang_fair.cluster.explain import in_words
 from sglang_fair.common.guard import FORM, JSON, objection
+from sglang_fair.common.service_keys import is_same
 from sglang_fair.dashboard.model import SPANS
 from sglang_fair.dashboard.peers import Peers, Poller, Refused
 
@@ -84,8 +85,7 @@ class Session:
         if scheme.lower() == "bearer":
             return self.is_key(given.strip())
         until, _, digest = cookies.get(self.cookie, "").partition(".")
-        is_ours = hmac.compare_digest(digest.encode("utf-8", "surrogatepass"), self._digest(until).encode())
-        return is_ours and until.isdecimal() and time.time() < int(until)
+        return is_same(digest, self._digest(until)) and until.isdecimal() and time.time() < int(until)
 
     def _digest(self, until: str) -> str:
         return hmac.new(

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
 
 from sglang_fair.metrics.table import CLIENT_LABEL, SECONDS, Place, of
-from sglang_fair.settings.commands import Option, run
+from sglang_fair.settings.reference import publish
 
 RULES = Path("deploy/monitoring/alerts.yaml")
 PAGE = Path("docs/metrics.md")
@@ -97,15 +97,6 @@ def _alerts(rules: list[dict[str, Any]]) -> Iterator[str]:
         yield _wrapped(f"**What to do.** {rule['annotations']['action']}")
 
 
-def main(
-    write: Annotated[bool, Option("--write", help=f"Write {PAGE}; otherwise print it.")] = False,
-) -> None:
-    """The reference page of all metrics and alerts."""
-    if write:
-        PAGE.write_text(page(), encoding="utf-8")
-    else:
-        sys.stdout.write(page())
-
-
 if __name__ == "__main__":
-    sys.exit(run(main, "python -m sglang_fair.metrics.reference"))
+    name = "python -m sglang_fair.metrics.reference"
+    sys.exit(publish(page, PAGE, name, "The reference page of all metrics and alerts."))

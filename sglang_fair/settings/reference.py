@@ -7,7 +7,7 @@ A test compares the page with the table.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -115,15 +115,22 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def main(
-    write: Annotated[bool, Option("--write", help=f"Write {PAGE}; otherwise print it.")] = False,
-) -> None:
-    """The reference page of all settings."""
-    if write:
-        PAGE.write_text(page(), encoding="utf-8")
-    else:
-        sys.stdout.write(page())
+def publish(page: Callable[[], str], path: Path, name: str, about: str) -> int:
+    """The exit code of command `name`, which prints the page or, with --write, puts it into `path`."""
+
+    def main(
+        write: Annotated[bool, Option("--write", help=f"Write {path}; otherwise print it.")] = False,
+    ) -> None:
+        if write:
+            path.write_text(page(), encoding="utf-8")
+        else:
+            sys.stdout.write(page())
+
+    main.__doc__ = about
+    return run(main, name)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, "python -m sglang_fair.settings.reference"))
+    sys.exit(
+        publish(page, PAGE, "python -m sglang_fair.settings.reference", "The reference page of all settings.")
+    )

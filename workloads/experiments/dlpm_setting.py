@@ -35,7 +35,7 @@ from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site
-from workloads.table import Percentile
+from workloads.table import Percentile, Requests
 from workloads.windows import Windows, regular_times
 
 MAX_RUNNING = 256
@@ -309,7 +309,8 @@ PLOTTED = 4
 def observe_curves(run: Run, *, window_s: float = 60.0, step_s: float = 10.0) -> dict[str, Json]:
     """The same, the time at which the run ended, and each client's curves over the whole run."""
     assert run.end is not None, "a run that has ended"
-    client_side, actual = (Windows(run, side=side, window_s=window_s) for side in ("client", "actual"))
+    table = Requests(run)
+    client_side, actual = (Windows(table, side=side, window_s=window_s) for side in ("client", "actual"))
     times = regular_times(run.end.t_s, step_s=step_s, window_s=window_s)
     rates, computed = client_side.service_rate(times), actual.service_rate(times)
     responses = client_side.response_time(times)

@@ -109,11 +109,12 @@ def observe(run: Run, *, cost: str = "linear", curves_of: Sequence[str] | None =
     times = regular_times(end_s, step_s=SAMPLE_S)
     points = [float(second) for second in range(1, int(end_s) + 1)]
     accumulated = windows.accumulated_difference(points)
+    service = windows.service(0.0, end_s)
     every, half = int(SAMPLE_S), len(points) // 2
     rates, responses = windows.service_rate(times), windows.response_time(times)
     kept = windows.clients if curves_of is None else [name for name in curves_of if name in windows.clients]
     return {
-        "clients": {name: _client(run, windows, name) for name in windows.clients},
+        "clients": {name: _client(run, name, service[name]) for name in windows.clients},
         "tokens_per_s": throughput(run),
         "difference": difference(run, make_cost(cost)),
         "accumulated": {
@@ -142,7 +143,7 @@ def difference(run: Run, cost: Cost) -> dict[str, Json]:
     return {"max": table.maximum, "avg": table.mean, "var": table.variance}
 
 
-def _client(run: Run, windows: Windows, name: str) -> dict[str, Json]:
+def _client(run: Run, name: str, service: float | None) -> dict[str, Json]:
     assert run.end is not None
     mine = [record for record in run.requests if record.client == name]
     waits = [
@@ -160,7 +161,7 @@ def _client(run: Run, windows: Windows, name: str) -> dict[str, Json]:
         "sent": len(mine),
         "answered": len(waits),
         "refused": sum(record.outcome == Outcome.FAILED for record in mine),
-        "service": windows.service(0.0, run.end.t_s)[name],
+        "service": service,
         "response_s": {
             "mean": fmean(wait for wait, _ in waits) if waits else None,
             "p50": None if p50 is None else p50.value_s,
