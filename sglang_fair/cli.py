@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from sglang_fair.common.version import VERSION
-from sglang_fair.settings.commands import COMPLETES, complete_words, run_app
+from sglang_fair.settings.commands import run_app
 
 app = typer.Typer(
     name="sglang-fair",
@@ -277,9 +277,7 @@ def explain(
 
 def main() -> None:
     """The console command."""
-    # A shell that asks what may come next asks the program that its line names.
-    given = complete_words(os.environ) if COMPLETES in os.environ else sys.argv[1:]
-    command, *arguments = given or [""]
+    command, *arguments = sys.argv[1:] or [""]
     if command in PROGRAMS:  # before typer, which would swallow a `--`
         _become(PROGRAMS[command].module, arguments)
     if command == "bench" and arguments and arguments[0] in BENCHES:

@@ -11,6 +11,7 @@ from router.gateway.routing.routers import Routers
 from sglang_fair.common.deadlines import Classes, make_classes
 from sglang_fair.common.fields import Facts
 from sglang_fair.common.files import read_json
+from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import Apps, make_apps
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.settings import protection, table
@@ -51,6 +52,8 @@ def folders(settings: table.Gateway) -> dict[str, str]:
 
 def places(settings: table.Gateway) -> tuple[str, ...]:
     """Where a client's name is looked for (`common.identity`)."""
+    if settings.identity is None:
+        return DEFAULT_ORDER
     return tuple(place.strip().lower() for place in settings.identity.split(",") if place.strip())
 
 

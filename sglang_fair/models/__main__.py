@@ -120,4 +120,4 @@ def main(
 if __name__ == "__main__":
     die_with_supervisor()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half-made files are removed
-    sys.exit(run(main, "sglang-fair"))
+    sys.exit(run(main, "sglang-fair models"))

@@ -14,22 +14,16 @@
 line on stderr and exit code 2: Typer's own checks, and whatever the function refuses with `Mistake`. Ctrl-C is exit
 code 130. `sglang-fair` finds a command through one line in `cli.PROGRAMS` or `cli.BENCHES`, and `python -m MODULE` runs
 it too. Tests call `run(main, "name", ["--seed", "1"])`, or the function itself.
-
-Completion: a shell asks `sglang-fair`, by an environment variable, what may come next. Typer has the scripts for the
-shells and the answers of one application. Commands have programs of their own, so the program that the line names is
-asked, as if the line began with it, and nothing is imported for commands that it does not name.
 """
 
-import os
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer import Argument, Option
-from typer._completion_classes import completion_init
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
@@ -50,12 +44,6 @@ OptionsT = TypeVar("OptionsT")
 
 BAD_INPUT, INTERRUPTED = 2, 130
 """Exit codes, as a shell knows them."""
-
-COMPLETES = "_SGLANG_FAIR_COMPLETE"
-"""`complete_SHELL` while a shell asks; Typer makes the name from the program's."""
-
-_WORDS, _AT = "COMP_WORDS", "COMP_CWORD"  # bash
-_TEXT = "_TYPER_COMPLETE_ARGS"  # others: the line up to the cursor
 
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -185,18 +173,10 @@ def run(
 
 
 def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> int:
-    """The exit code of an application with one or more commands. What it cannot read is one line on stderr.
-
-    A shell that asks what may come next is answered instead.
-    """
-    if COMPLETES in os.environ:
-        completion_init()
-        drop_words(os.environ, name.count(" "))
+    """The exit code of an application with one or more commands. What it cannot read is one line on stderr."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = typer.main.get_command(app).main(
-            list(sys.argv[1:] if arguments is None else arguments), prog_name=name, complete_var=COMPLETES,
-            standalone_mode=False,
-        )  # fmt: skip
+        code = typer.main.get_command(app).main(words, prog_name=name, standalone_mode=False)
     except Mistake as error:  # of the parser of a value
         return _say(name, str(error), BAD_INPUT)
     except TyperException as error:  # an option or a command that there is not, or a value of another type
@@ -212,26 +192,3 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
 def _say(name: str, text: str, code: int) -> int:
     print(f"{name}: {text}", file=sys.stderr, flush=True)
     return code
-
-
-def complete_words(environ: MutableMapping[str, str]) -> list[str]:
-    """The words behind the command's own that are complete: those before the one at the cursor."""
-    if _WORDS in environ:
-        try:
-            return environ[_WORDS].split()[1 : int(environ.get(_AT, ""))]
-        except ValueError:
-            return []
-    text = environ.get(_TEXT, "")
-    words = text.split()[1:]
-    return words if text.endswith(" ") else words[:-1]
-
-
-def drop_words(environ: MutableMapping[str, str], count: int) -> None:
-    """The line as if the first `count` words behind the command's own were not there."""
-    if not count:
-        return
-    at = _WORDS if _WORDS in environ else _TEXT
-    parts = environ.get(at, "").split(maxsplit=count + 1)
-    environ[at] = f"{parts[0]} {parts[count + 1] if len(parts) > count + 1 else ''}"
-    if at == _WORDS:
-        environ[_AT] = str(int(environ[_AT]) - count)

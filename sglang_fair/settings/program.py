@@ -5,14 +5,13 @@ processes also read the SGLANG_FAIR_ variables, for what they are given no argum
 """
 
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from sglang_fair.settings import file
-from sglang_fair.settings.commands import COMPLETES, Mistake, Option, PassedOn, run
+from sglang_fair.settings.commands import Mistake, Option, PassedOn, run
 from sglang_fair.settings.setting import Setting, SettingError, help_text, meaning, settings_of
 from sglang_fair.settings.table import SECTIONS
 
@@ -66,8 +65,7 @@ def run_program(
         return serve(settings)
 
     program.__doc__ = help or SECTIONS[section].__doc__
-    words = sys.argv[1:] if arguments is None else arguments
-    is_shown = COMPLETES in os.environ or bool({"-h", "--help"} & set(words))
+    is_shown = bool({"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments))
     program.__signature__ = _signature(SECTIONS[section], is_shown)  # type: ignore[attr-defined]
     return run(program, name, arguments, epilog=epilog)
 
@@ -126,15 +124,10 @@ def _signature(table: type, is_shown: bool) -> inspect.Signature:
     only if they are shown."""
 
     def annotation(setting: Setting) -> Any:
-        about = setting.about
-        if about.behind_dashes:
+        if setting.about.behind_dashes:
             return PassedOn
         if setting.kind is bool:
             return Annotated[bool, Option(setting.flag, help=setting.help if is_shown else "")]
-
-        def offered(incomplete: str) -> list[str]:
-            return [name for name in setting.choices() if name.startswith(incomplete)]
-
         return Annotated[
             (list[str] if setting.is_list else str) | None,
             Option(
@@ -142,7 +135,6 @@ def _signature(table: type, is_shown: bool) -> inspect.Signature:
                 metavar=setting.metavar,
                 help=help_text(setting) if is_shown else "",
                 show_default=False,
-                autocompletion=offered if about.registry or about.choices else None,
             ),
         ]
 

@@ -24,14 +24,13 @@ from sglang_fair.sim.shapes import SHAPES
 STOCK_PREFIX = "sglang:"
 """Before a policy's name: SGLang's own policy of that name, without the fair scheduler."""
 
-ON_OFF = ("on", "off")
 
-METRICS_CLIENTS = 20
-
-HANG_TIMEOUT_S = 60.0
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
+Port = Annotated[int, About(at_least=0, at_most=65535)]
+FreePort = Annotated[int | None, About(metavar="PORT", unset="a free one", at_least=1, at_most=65535)]
+Seconds = Annotated[float, About(unit="seconds", above=0)]
+Bytes = Annotated[int, About(unit="bytes", above=0)]
+OnOff = Annotated[str, About(choices=("on", "off"))]
+PageSize = Annotated[int, About("Size of a block of a replica's cache.", unit="tokens", at_least=1)]
 NoticeS = Annotated[
     float,
     About(
@@ -54,7 +53,9 @@ SwapFinish = Annotated[
         at_least=0,
     ),
 ]
-LogLevel = Annotated[str, About("Least important messages that are logged.", choices=LOG_LEVELS)]
+LogLevel = Annotated[
+    str, About("Least important messages that are logged.", choices=("debug", "info", "warning", "error"))
+]
 LogFormat = Annotated[
     str,
     About(
@@ -105,7 +106,22 @@ class Fields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fairness(Fields):
+class Naming:
+    """What clients and applications are called."""
+
+    apps: Annotated[str | None, About(metavar="FILE", unset="any", fair="apps")] = None
+    """Which applications each client may name, as JSON: client to list. Any other one counts as (other)."""
+    identity: Annotated[
+        str | None, About(metavar="PLACES", unset=",".join(DEFAULT_ORDER), fair="identity")
+    ] = None
+    """Where a client's name is looked for: headers, api-key, user; comma separated, the first match wins."""
+    metrics_clients: Annotated[int, About(metavar="K", fair="metrics-clients", at_least=0)] = 20
+    """Clients with a label of their own on /metrics, besides tenants: those that get most. The others are counted
+    together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fairness(Naming, Fields):
     """Who is served first, and what service costs: a replica's scheduler."""
 
     policy: Annotated[str, About(registry="sglang_fair.core:POLICIES", prefix=STOCK_PREFIX)] = "dlpm"
@@ -156,7 +172,7 @@ class Fairness(Fields):
         Mapping[str, float], About(metavar="JSON", unset="1 for everybody", fair="client-weights")
     ] = field(default_factory=dict)
     """Shares per client, for example {"gold": 2}."""
-    cache_share: Annotated[str, About(choices=ON_OFF, fair="cache-share")] = "off"
+    cache_share: Annotated[str, About(choices=("on", "off"), fair="cache-share")] = "off"
     """Evict first what belongs to clients above their share of a replica's cache. Where SGLang's cache does not allow
     that, and for policies without shares, a replica evicts as SGLang does."""
     normal: Annotated[
@@ -165,16 +181,7 @@ class Fairness(Fields):
     ] = None
     """Where wsc, wsc-dlpm and a normalised slo keep what a call of each application normally needs: read at the
     start, and written every minute and at the end. A cluster adds the replica's name."""
-    apps: Annotated[str | None, About(metavar="FILE", unset="any", fair="apps")] = None
-    """Which applications each client may name, as JSON: client to list. Any other one counts as (other)."""
-    identity: Annotated[
-        str | None, About(metavar="PLACES", unset=",".join(DEFAULT_ORDER), fair="identity")
-    ] = None
-    """Where a client's name is looked for: headers, api-key, user; comma separated, the first match wins."""
-    metrics_clients: Annotated[int, About(metavar="K", fair="metrics-clients", at_least=0)] = METRICS_CLIENTS
-    """Clients with a label of their own on /metrics, besides tenants: those that get most. The others are counted
-    together."""
-    hang_timeout_s: Annotated[float, About(unit="seconds", fair="hang-timeout", at_least=0)] = HANG_TIMEOUT_S
+    hang_timeout_s: Annotated[float, About(unit="seconds", fair="hang-timeout", at_least=0)] = 60.0
     """A replica of whose scheduler nothing has run for so long ends, after its stacks are in the log, to be started
     again. 0: never."""
 
@@ -220,18 +227,20 @@ class Tracing:
     variables, OTEL_…, hold too."""
 
 
-BatchFiles = Annotated[
-    str | None,
-    About(
-        "Folder of the files that clients upload, which all gateways and feeders share.",
-        metavar="DIR",
-        unset="files in the folder of --batches; PostgreSQL needs it",
-    ),
-]
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What is kept of batches beside the store."""
+
+    batch_files: Annotated[
+        str | None, About(metavar="DIR", unset="files in the folder of --batches; PostgreSQL needs it")
+    ] = None
+    """Folder of the files that clients upload, which all gateways and feeders share."""
+    batch_keep_days: Annotated[float, About(unit="days", above=0)] = 30.0
+    """Files, and batches that are over with their results, are kept so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
+class Files(Kept):
     """Where a gateway keeps files and batches, and how large they may be."""
 
     batches: Annotated[str | None, About(metavar="DIR|postgresql://USER@HOST/NAME", unset="no batches")] = (
@@ -239,13 +248,10 @@ class Files:
     )
     """Where files and batches (/v1/files, /v1/batches) are kept, whatever dies: a folder on a disk of this machine,
     or PostgreSQL for gateways and feeders on several. All of them have the same one."""
-    batch_files: BatchFiles = None
-    batch_file_bytes: Annotated[int, About(unit="bytes", above=0)] = 1 << 30
+    batch_file_bytes: Bytes = 1 << 30
     """Largest file of a batch's requests."""
-    batch_client_bytes: Annotated[int, About(unit="bytes", above=0)] = 16 << 30
+    batch_client_bytes: Bytes = 16 << 30
     """All files together that a client has uploaded and that are kept."""
-    batch_keep_days: Annotated[float, About(unit="days", above=0)] = 30.0
-    """Files, and batches that are over with their results, are kept so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +336,7 @@ class Throttling:
     limits: Annotated[str | None, About(metavar="FILE", unset="none but those of the tenants' file")] = None
     """Calls a minute of one client, as JSON: {"user": 60, "apps": {"chat": 30, "*": 60}} (sglang-fair limits makes
     one from records); POST /limits replaces it."""
-    quarantine_s: Annotated[float, About(unit="seconds", above=0)] = 600.0
+    quarantine_s: Seconds = 600.0
     """A client of which a request has ended two replicas is served one at a time for so long."""
 
 
@@ -390,27 +396,23 @@ class Cluster(
         str, About(metavar="NAME=AMOUNT,...", unset="CPU=1, and a GPU for each of its ranks", pairs=True)
     ] = ""
     """What Ray keeps free for a replica on its node, as CPU=8,memory=64e9,accelerator_type:H100=0.001."""
-    ray_wait_s: Annotated[float, About(unit="seconds", above=0)] = 60.0
+    ray_wait_s: Seconds = 60.0
     """Longest wait for Ray to have room for all replicas."""
     host: str = "127.0.0.1"
     """Address that the gateway listens on; 0.0.0.0 for all. The rest stays local."""
-    port: Annotated[int, About(at_least=0, at_most=65535)] = 8000
+    port: Port = 8000
     """Port of the gateway; 0 takes a free one."""
     gateway_workers: Annotated[int, About(at_least=1)] = 1
     """Processes of the gateway."""
-    router_http_port: Annotated[
-        int | None, About(metavar="PORT", unset="a free one", at_least=1, at_most=65535)
-    ] = None
+    router_http_port: FreePort = None
     """Port of the router's /healthz, /readyz and /metrics, on this machine alone."""
     gateway_options: Annotated[str, About(metavar="KEY=VALUE,...", unset="the gateway's own", pairs=True)] = (
         ""
     )
     """The gateway's limits, as max-in-flight=1024,body-timeout=60: each setting of the gateway that is a limit."""
-    dashboard: Annotated[str, About(choices=ON_OFF)] = "on"
+    dashboard: OnOff = "on"
     """The page for operators, in a process of its own (sglang-fair dashboard)."""
-    dashboard_port: Annotated[
-        int | None, About(metavar="PORT", unset="a free one", at_least=1, at_most=65535)
-    ] = None
+    dashboard_port: FreePort = None
     """Its port."""
     json: bool = False
     """Print one line of JSON with the addresses; all else goes to stderr."""
@@ -432,7 +434,7 @@ class Replica(Protection, Fairness, Engine):
     """Where it computes."""
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: Annotated[int, About(at_least=0, at_most=65535)] = 30000
+    port: Port = 30000
     """Port to listen on."""
     name: str = "r0"
     """The replica's name in logs."""
@@ -440,8 +442,7 @@ class Replica(Protection, Fairness, Engine):
     """What the model is called."""
     kv_port: Annotated[int | None, About(metavar="PORT", unset="no events")] = None
     """Publish KV events on this port and replay them on the next one."""
-    page_size: Annotated[int, About(unit="tokens", at_least=1)] = 16
-    """Size of a block of the cache."""
+    page_size: PageSize = 16
     load_port: Annotated[int | None, About(metavar="PORT", unset="not published")] = None
     """Publish on this port, at the address of the KV events, how full the KV pool is and how much waits; needs
     --kv-port."""
@@ -473,7 +474,7 @@ class Router(Tls, Throttling):
     replicas_dns: Annotated[tuple[str, ...], About(metavar="SPEC")] = ()
     """Further replicas, one at each address of a DNS name:
     NAME:PORT[,scheme=https][,kv=PORT][,replay=PORT][,load=PORT][,capacity=NUMBER][,model=NAME]. Repeatable."""
-    replicas_every_s: Annotated[float, About(unit="seconds", above=0)] = 5.0
+    replicas_every_s: Seconds = 5.0
     """How often DNS is asked, with --replicas-dns."""
     worker_quantum: Annotated[
         float | None, About(unit="service units", above=0, unset="the placement's own")
@@ -495,8 +496,7 @@ class Router(Tls, Throttling):
     """Shares per client, for example {"gold": 2}."""
     parameter: Annotated[tuple[str, ...], About(metavar="NAME=VALUE")] = ()
     """Any other parameter of the placement. Repeatable."""
-    page_size: Annotated[int, About(unit="tokens", at_least=1)] = 16
-    """Size of a block of the replicas' caches."""
+    page_size: PageSize = 16
     swap_finish_s: SwapFinish = FINISH_S
     max_tree_tokens: Annotated[
         int | None,
@@ -505,7 +505,7 @@ class Router(Tls, Throttling):
         ),
     ] = None
     """Most tokens that the prefix tree holds."""
-    peer_timeout_s: Annotated[float, About(unit="seconds", above=0)] = 10.0
+    peer_timeout_s: Seconds = 10.0
     """A gateway that is silent for so long is dead, and what it had in flight is over."""
     http_host: str = "127.0.0.1"
     """Address of the router's HTTP server, with --http-port."""
@@ -524,9 +524,9 @@ class Limits:
     """Requests at a time, half of them for one client alone; more get 429."""
     max_connections: Annotated[int, About(unit="connections", above=0)] = 8192
     """Clients' connections, half of them for one address alone; more get 429."""
-    max_body_bytes: Annotated[int, About(unit="bytes", above=0)] = 16 << 20
+    max_body_bytes: Bytes = 16 << 20
     """Largest request body."""
-    max_held_bytes: Annotated[int, About(unit="bytes", above=0)] = 512 << 20
+    max_held_bytes: Bytes = 512 << 20
     """All bodies in flight together, shared by the clients; more get 429."""
     max_prompt_tokens: Annotated[int, About(unit="tokens", above=0)] = 1 << 17
     """All prompts of one request together. A text counts a quarter of its characters, and twice the context is
@@ -535,28 +535,28 @@ class Limits:
     """Longest prompt; 0: as the replicas say."""
     tries: Annotated[int, About(above=0)] = 3
     """Replicas to try before a request fails."""
-    connect_timeout_s: Annotated[float, About(unit="seconds", above=0)] = 2.0
+    connect_timeout_s: Seconds = 2.0
     """Longest wait for a connection to a replica."""
-    head_timeout_s: Annotated[float, About(unit="seconds", above=0)] = 15.0
+    head_timeout_s: Seconds = 15.0
     """A connection without a whole request head for so long is closed."""
-    body_timeout_s: Annotated[float, About(unit="seconds", above=0)] = 300.0
+    body_timeout_s: Seconds = 300.0
     """Longest wait for a whole request body."""
-    idle_timeout_s: Annotated[float, About(unit="seconds", above=0)] = 600.0
+    idle_timeout_s: Seconds = 600.0
     """Longest silence of a replica, its queue included, and of a client that reads too slowly. A request of a class
     may wait longer in that queue, by what its class has beyond the first one."""
-    health_timeout_s: Annotated[float, About(unit="seconds", above=0)] = 10.0
+    health_timeout_s: Seconds = 10.0
     """A replica that sends nothing for so long is given up."""
     progress_interval_s: Annotated[float, About(unit="seconds", at_least=0)] = 1.0
     """How often the router is sent what a stream has put out; 0 for never."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gateway(Files, Tls, Tracing, Access, Deadlines, Fields, Limits):
+class Gateway(Files, Tls, Tracing, Access, Deadlines, Naming, Fields, Limits):
     """Run a gateway alone: the OpenAI API and /generate in front of the replicas; the router says which one."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: Annotated[int, About(at_least=0, at_most=65535)]
+    port: Port
     """Port to listen on."""
     router: Annotated[tuple[str, ...], About(metavar="tcp://HOST:PORT")]
     """A router's address. Repeatable: each client keeps to one of them while it answers. All gateways must name the
@@ -569,37 +569,27 @@ class Gateway(Files, Tls, Tracing, Access, Deadlines, Fields, Limits):
     """Further models that are served, each with the folder of its tokenizer."""
     workers: Annotated[int, About(metavar="N", at_least=1)] = 1
     """Processes."""
-    router_timeout_s: Annotated[float, About(unit="seconds", above=0)] = 5.0
+    router_timeout_s: Seconds = 5.0
     """Longest wait for the router, but for requests that it holds."""
     notice_s: NoticeS = 5.0
     drain_s: Annotated[int, About(unit="seconds", at_least=0)] = 30
     """Time for open requests after SIGTERM."""
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
-    identity: Annotated[str, About(metavar="PLACES")] = ",".join(DEFAULT_ORDER)
-    """Where a client's name is looked for: headers, api-key, user; comma separated, the first match wins."""
-    apps: Annotated[str | None, About(metavar="FILE", unset="any")] = None
-    """Which applications each client may name, as JSON: client to list. Any other one counts as (other)."""
-    metrics_clients: Annotated[int, About(metavar="K", at_least=0)] = METRICS_CLIENTS
-    """Clients with a label of their own on /metrics, besides tenants: those that get most. The others are counted
-    together."""
     outlive_parent: OutliveParent = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feeder(Trust, Feeding, Deadlines, Fields):
+class Feeder(Trust, Kept, Feeding, Deadlines, Fields):
     """Have the requests of batches answered, as what they are: requests of the clients whose batches they are. Any
     number of feeders may run."""
 
     batches: Annotated[str, About(metavar="DIR|postgresql://USER@HOST/NAME")]
     """Where gateways keep files and batches."""
-    batch_files: BatchFiles = None
     gateway: Annotated[str, About(metavar="URL")] = "http://127.0.0.1:8000"
     """A gateway's address, which has the same SGLANG_FAIR_FEEDER_KEY."""
-    batch_line_bytes: Annotated[int, About(unit="bytes", above=0)] = 16 << 20
+    batch_line_bytes: Bytes = 16 << 20
     """Longest line of a batch's file."""
-    batch_keep_days: Annotated[float, About(unit="days", above=0)] = 30.0
-    """Batches that are over are kept so long, with their results."""
     log_level: LogLevel = "info"
     outlive_parent: OutliveParent = False
 

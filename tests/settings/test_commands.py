@@ -1,10 +1,14 @@
 """A command: what arrives, and how it refuses."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 
+from sglang_fair import cli
 from sglang_fair.settings.commands import Mistake, Numbers, Option, PassedOn, choices, numbers, run
 
 got: dict[str, Any] = {}
@@ -68,3 +72,10 @@ def test_a_mistake_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("sglang-fair bench it: ")
     assert said in line
+
+
+def test_a_shell_is_offered_the_commands() -> None:
+    asks = {"COMP_WORDS": "sglang-fair ", "COMP_CWORD": "1", "_SGLANG_FAIR_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-m", "sglang_fair.cli"]
+    done = subprocess.run(command, env=os.environ | asks, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) >= {*cli.PROGRAMS, "status", "bench", "workers"}
