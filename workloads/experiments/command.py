@@ -12,30 +12,29 @@ from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sglang_fair.common.installed import missing_extra
-from sglang_fair.common.provenance import cores, machine, versions
+from sglang_fair.common.provenance import cores
 from sglang_fair.settings.commands import Argument, Option, command, run
-from workloads.experiments import EXPERIMENTS, results, runner, store
+from workloads.experiments import EXPERIMENTS, results, store
 from workloads.experiments.claims import Verdict
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.model_validation import Validation
-from workloads.experiments.runner import Failed, Job
+from workloads.experiments.store import Job
 from workloads.records import replace_text
 from workloads.report import add_columns
+from workloads.runs.pool import Failed
 from workloads.terminal import make_console, sigterm_as_ctrl_c
 
 NAME = "sglang-fair reproduce"
 DOCS = Path("docs")
 PAGE, PUBLISHED = DOCS / "results.md", DOCS / "results"
 CORES = cores()
-REGISTRY = "workloads.experiments"
-"""The module whose `EXPERIMENTS` other processes import."""
 
 
 def on_page(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
@@ -94,7 +93,7 @@ class ReproduceOptions:
 
 def main(argv: Sequence[str] | None = None, *, experiments: Mapping[str, Experiment] = EXPERIMENTS) -> int:
     """The command. Status 0 when all cells have records and make a report, 1 when one failed, 2 for bad input, 130
-    after Ctrl-C. Other experiments than ours run in this process, whatever `--jobs`."""
+    after Ctrl-C."""
 
     def reproduce(given: ReproduceOptions) -> int:
         """Run the papers' experiments in the simulator. What has a record already is kept."""
@@ -116,9 +115,8 @@ def _reproduce(given: ReproduceOptions, experiments: Mapping[str, Experiment]) -
         return 0
     given.check()
     asked = chosen(given.ids or (), experiments)
-    workers = given.jobs if experiments is EXPERIMENTS else 0
     try:
-        failed = _make_records(asked, given, workers, console)
+        failed = _make_records(asked, given, console)
     except KeyboardInterrupt:
         print(f"{NAME}: interrupted; the same command goes on with what is missing", file=sys.stderr)
         return 130
@@ -154,8 +152,8 @@ def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> 
     view = Table(title=f"experiments ({size}); records in {folder}", title_justify="left")
     add_columns(view, "id|source|shows", "runs|with a record|simulated replica h|took s")
     for name, experiment in experiments.items():
-        jobs = runner.jobs_of({name: experiment}, size)
-        there = len(jobs) - len(runner.missing(jobs, folder))
+        jobs = store.jobs_of([experiment], size)
+        there = sum(job.is_made(folder) for job in jobs)
         took_s = sum(record.wall_s for record in store.read_folder(folder, [name]))
         simulated_h = sum(job.cell.simulated_s for job in jobs) / 3600
         numbers = str(len(jobs)), str(there), f"{simulated_h:.1f}", f"{took_s:.0f}" if there else "–"
@@ -175,19 +173,17 @@ def _verdicts(one: results.Reported) -> Mapping[str, object]:
 
 
 def _make_records(
-    experiments: Mapping[str, Experiment], given: ReproduceOptions, workers: int, console: Console
+    experiments: Mapping[str, Experiment], given: ReproduceOptions, console: Console
 ) -> list[tuple[Job, Failed]]:
     """Run the cells that have no record yet. Returns what failed."""
-    jobs = runner.jobs_of(experiments, given.size)
-    todo = jobs if given.again else runner.missing(jobs, given.folder)
+    jobs = store.jobs_of(experiments.values(), given.size)
+    todo = [job for job in jobs if given.again or not job.is_made(given.folder)]
     if len(todo) < len(jobs):
         console.print(f"{len(jobs) - len(todo)} of {len(jobs)} runs have a record in {given.folder}")
-    place: dict[str, Any] = {"versions": versions(), "machine": machine(), "workers": workers}
-    known = REGISTRY if workers else experiments
     columns = TextColumn("{task.completed:.0f} of {task.total:.0f} s"), BarColumn(), TimeRemainingColumn()
     failed = []
     with (
-        closing(runner.run(todo, known, folder=given.folder, size=given.size, **place)) as outcomes,
+        closing(store.run(todo, given.folder, given.size, given.jobs)) as outcomes,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         bar_id = bar.add_task("", total=sum(job.cell.simulated_s for job in todo))

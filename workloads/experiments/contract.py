@@ -193,8 +193,6 @@ class Experiment(ABC):
     """One experiment. It has no state: workers and reports each make their own."""
 
     id: ClassVar[str]
-    version: ClassVar[int] = 1
-    """Raise it when what is measured changes: older records then count no more."""
     bounds_steps: ClassVar[bool] = True
     """Whether replicas have the stall bound of their cell's site. False: they compute prompts first, whatever it is."""
 

@@ -76,7 +76,7 @@ def reports(records: Sequence[Record], experiments: Mapping[str, Experiment]) ->
         if len(sizes) > 1:
             raise ValueError(f"{name}: quick and full records in one place; they are no one result")
         cells = {cell.name: cell for size in sizes for cell in experiment.cells(size)}
-        mine = [one for one in mine if one.name in cells and one.of(cells[one.name], experiment.version)]
+        mine = [one for one in mine if one.name in cells and one.of(cells[one.name])]
         if cells:
             found.append(_reported(experiment, mine, cells.values()))
     return found

@@ -1,21 +1,24 @@
-"""Records of experiments as files: one for each run while they are made, one for each experiment when published.
+"""Runs cells and keeps their records: a file for each run while they are made, one for each experiment when published.
 
 A record is found again by experiment, cell and seed. It counts only for the cell it was made of: one whose
-specification has changed since is out of date and is made anew.
+specification has changed since is made anew. `run` may be interrupted at any moment and started again. A cell that
+fails, or whose worker process dies, is reported with its error, and the others go on.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
-from workloads.experiments.contract import Cell, Json, Size, filled
+from sglang_fair.common.provenance import machine, versions
+from workloads.experiments.contract import CURVES, Cell, Experiment, Json, Measured, Size, filled
 from workloads.records import replace_text
-
-SCHEMA = 1
+from workloads.runs.pool import Failed, Made, carry_out
 
 DIGITS = 5
 """Significant digits that are kept of a measured number."""
@@ -37,9 +40,6 @@ class Record:
     """UTC, ISO 8601."""
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, Json] = field(default_factory=dict)
-    version: int = 1
-    """Of the experiment, when it was run."""
-    schema: int = SCHEMA
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cell", filled(self.cell))
@@ -49,37 +49,86 @@ class Record:
         """The cell's."""
         return str(self.cell["name"])
 
-    def of(self, cell: Cell, version: int) -> bool:
-        """Whether this is a run of `cell` as it is specified, and measured by that version of its experiment."""
-        return self.version == version and dict(self.cell) == cell.to_json()
+    def of(self, cell: Cell) -> bool:
+        """Whether this is a run of `cell` as it is specified."""
+        return dict(self.cell) == cell.to_json()
 
 
-def path_of(folder: Path, experiment: str, cell: str, seed: str) -> Path:
-    """Where the record of a run lies."""
-    return folder / experiment / f"{cell}.{seed}.json"
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run that is to be made."""
+
+    experiment: Experiment
+    cell: Cell
+    seed: str
+
+    @property
+    def name(self) -> str:
+        """As people read it."""
+        seeds = f" seed {self.seed}" if len(self.cell.seeds) > 1 else ""
+        return f"{self.experiment.id} {self.cell.name}{seeds}"
+
+    def path(self, folder: Path) -> Path:
+        """Where its record lies."""
+        return folder / self.experiment.id / f"{self.cell.name}.{self.seed}.json"
+
+    def is_made(self, folder: Path) -> bool:
+        """Whether there is a record of this cell; a broken one is none."""
+        with suppress(ValueError, FileNotFoundError):
+            return read(self.path(folder)).of(self.cell)
+        return False
+
+    def run(self) -> Measured:
+        return self.experiment.run(self.cell, self.seed)
 
 
-def write(folder: Path, record: Record) -> None:
-    """Put a record into `folder`, whole or not at all."""
-    path = path_of(folder, record.experiment, record.name, record.seed)
-    replace_text(path, json.dumps(asdict(record), sort_keys=True) + "\n")
+def jobs_of(experiments: Iterable[Experiment], size: Size) -> list[Job]:
+    """All runs of these experiments, in order."""
+    return [Job(one, cell, seed) for one in experiments for cell in one.cells(size) for seed in cell.seeds]
 
 
-def read(path: Path) -> Record | None:
-    """The record at `path`; None if there is none of this schema. Raises ValueError for a broken file."""
+Outcome: TypeAlias = Made[Measured] | Failed
+
+
+def run(
+    jobs: Sequence[Job],
+    folder: Path,
+    size: Size,
+    workers: int = 0,
+    began: Callable[[Job], None] = lambda _: None,
+) -> Generator[tuple[Job, Outcome], None, None]:
+    """Make the jobs' records in `folder`, in so many processes; 0 is this one. Yields each job as it ends."""
+    place = {"versions": versions(), "machine": machine()}
+    with closing(carry_out(Job.run, jobs, workers, began)) as outcomes:
+        for job, made in outcomes:
+            if isinstance(made, Made):
+                values, first = made.measured.values, job.seed == job.cell.seeds[0]
+                record = {
+                    "experiment": job.experiment.id,
+                    "size": size,
+                    "cell": job.cell.to_json(),
+                    "seed": job.seed,
+                    "measured": rounded({k: one for k, one in values.items() if first or k != CURVES}),
+                    "simulated_s": rounded(made.measured.simulated_s),
+                    "wall_s": rounded(made.wall_s),
+                    "started": made.started,
+                    **place,
+                }
+                replace_text(job.path(folder), json.dumps(record, sort_keys=True) + "\n")
+            yield job, made
+
+
+def read(path: Path) -> Record:
+    """Raises ValueError for a broken file."""
     try:
-        record = msgspec.json.decode(path.read_bytes(), type=Record)
-    except FileNotFoundError:
-        return None
+        return msgspec.json.decode(path.read_bytes(), type=Record)
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path}: not a record: {error}") from error
-    return record if record.schema == SCHEMA else None
 
 
 def read_folder(folder: Path, experiments: Iterable[str]) -> list[Record]:
     """All records of these experiments in `folder`, by experiment, cell and seed."""
-    paths = (path for experiment in experiments for path in (folder / experiment).glob("*.json"))
-    found = (record for path in paths if (record := read(path)) is not None)
+    found = (read(path) for experiment in experiments for path in (folder / experiment).glob("*.json"))
     return sorted(found, key=lambda record: (record.experiment, record.name, record.seed))
 
 

@@ -6,4 +6,6 @@ from workloads.experiments import EXPERIMENTS, command
 from workloads.experiments.model_validation import Validation
 
 if __name__ == "__main__":
-    sys.exit(command.main([Validation.id, *sys.argv[1:]], experiments=command.on_page(EXPERIMENTS)))
+    # One cell after the other, in this process: engines share the machine with their driver.
+    given = [Validation.id, "--jobs", "0", *sys.argv[1:]]
+    sys.exit(command.main(given, experiments=command.on_page(EXPERIMENTS)))
