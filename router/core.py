@@ -4,7 +4,6 @@ What becomes of requests is in `request_events`, of workers in `worker_events`; 
 those that the placement holds in `waiting`. A message that does not fit is counted and ignored.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from math import isfinite
@@ -40,17 +39,15 @@ from router.events import (
     Swap,
     Table,
     Tick,
-    Undelivered,
     WorkerDown,
     WorkerDrain,
     WorkerHealth,
     Workers,
     WorkerUp,
 )
-from router.flights import Flights
+from router.flights import Flights, State
 from router.placement.contract import Placement, Work
 from router.radix import RadixTree
-from router.record import PlacementRecord
 from router.request_events import RequestEvents
 from router.suspects import Suspects
 from router.throttling import BAD_LIMITS, NO_THROTTLE, Throttling
@@ -90,37 +87,19 @@ class Router:
         self.run = ""
         """Of this process: after a restart it is another one."""
         self.now_s = 0.0
-        self.counts: Counter[str] = Counter()
         self.tree = RadixTree(page_size, max_tree_tokens or LEAST_TREE_TOKENS, MAX_HOLD_PART)
         self.placements = Placements(placement)
         self.workers = WorkerTable(self.placements.make)
         self.throttling = throttling or Throttling()
         self.suspects = suspects or Suspects()
-        self.record = PlacementRecord()
-        self.flights = Flights(self.tree, self.throttling, self.suspects, self.record, self.counts, linger_s)
+        state = State(self.placements, self.workers, self.tree, self.throttling, self.suspects)
+        self.record, self.counts = state.record, state.counts
+        self.flights = Flights(state, linger_s)
         self._worker_events = WorkerEvents(
-            placement,
-            self.workers,
-            self.tree,
-            self.flights,
-            self.suspects,
-            self.throttling,
-            self.counts,
-            finish_s=swap_finish_s,
-            resizes_tree=max_tree_tokens is None,
+            state, self.flights, finish_s=swap_finish_s, resizes_tree=max_tree_tokens is None
         )
         self.swaps = self._worker_events.swaps
-        self._requests = RequestEvents(
-            self.placements,
-            self.workers,
-            self.tree,
-            self.flights,
-            self._worker_events,
-            self.suspects,
-            self.throttling,
-            self.record,
-            self.counts,
-        )
+        self._requests = RequestEvents(state, self.flights, self._worker_events)
         self.waiting = self._requests.waiting
         self._handlers = self._make_handlers()
 
@@ -147,7 +126,6 @@ class Router:
             PeerGone: requests.peer_gone,
             Tick: self._tick,
             Planned: self._planned,
-            Undelivered: requests.undelivered,
             Follow: lambda event, now_s, peer: self.listing(event.id),
             Explain: self._explain,
             Query: lambda event, now_s, peer: self._snapshot(event),

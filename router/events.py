@@ -356,12 +356,6 @@ class PeerGone(Message, frozen=True):
     """The peer has fallen silent. What it had in flight is over."""
 
 
-class Undelivered(Message, frozen=True):
-    """The `Place` of request `id` could not be sent to the peer."""
-
-    id: str
-
-
 class Tick(Message, frozen=True):
     """Time has passed, and all that peers have sent so far was read. What is due is looked at."""
 
@@ -504,7 +498,7 @@ CacheEvent = Stored | Removed | Cleared
 ReplicaEvent = CacheEvent | Load
 """What the router hears from replicas."""
 
-LinkEvent = PeerGone | Undelivered | Tick | Planned
+LinkEvent = PeerGone | Tick | Planned
 """What the router's own shell notices: of its peers, of time, and of plans."""
 
 Event = PeerEvent | ReplicaEvent | LinkEvent

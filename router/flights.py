@@ -1,6 +1,7 @@
 """The requests in flight: each is part of its worker's load and holds its prompt in the tree, until it ends once."""
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -10,10 +11,20 @@ from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.suspects import Suspects
 from router.throttling import Throttling
-from router.workers import Worker
+from router.workers import Placements, Worker, WorkerTable
 
-_MAX_ORPHANS = 100_000
-"""Requests lost with their worker whose `Done` is still expected; beyond, the oldest are forgotten."""
+
+@dataclass(slots=True, eq=False)
+class State:
+    """What the handlers of all events share."""
+
+    placements: Placements
+    workers: WorkerTable
+    tree: RadixTree
+    throttling: Throttling
+    suspects: Suspects
+    record: PlacementRecord = field(default_factory=PlacementRecord)
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 class Flight(msgspec.Struct, eq=False):
@@ -35,16 +46,6 @@ class Flight(msgspec.Struct, eq=False):
     placed_s: float = 0.0
     is_cut: bool = False
     """Its gateway was told to cut it off."""
-
-    def begin(self) -> None:
-        worker, input_tokens = self.worker, self.request.input_tokens
-        self.prefill_tokens = input_tokens - self.matched_tokens
-        self.decode_tokens = self.request.expected_output_tokens
-        worker.prefill_tokens += self.prefill_tokens
-        worker.decode_tokens += self.decode_tokens
-        worker.dispatched += 1
-        worker.dispatched_tokens += input_tokens
-        worker.count(1)
 
     def produce(self, output_tokens: int) -> None:
         """`output_tokens` have been produced so far, so the prefill is over. Late reports of less are ignored."""
@@ -80,36 +81,35 @@ class Flights:
     """All requests in flight. If one ends before its worker's KV events have confirmed its prefix, the prefix is taken
     to be cached for `linger_s` more."""
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        throttling: Throttling,
-        suspects: Suspects,
-        record: PlacementRecord,
-        counts: Counter[str],
-        linger_s: float,
-    ) -> None:
+    def __init__(self, state: State, linger_s: float) -> None:
         """ValueError if `linger_s` is negative."""
         if not linger_s >= 0:
             raise ValueError(f"linger_s is {linger_s}: it cannot be negative")
         self.by_id: dict[str, Flight] = {}
-        self.orphans: OrderedDict[str, bytes] = OrderedDict()
-        """Requests that were lost with their worker -> the peer whose `Done` is still expected."""
         self.lingering: deque[tuple[float, Hold]] = deque()
-        self._tree, self._throttling, self._suspects = tree, throttling, suspects
-        self._record, self._counts, self._linger_s = record, counts, linger_s
+        self._tree, self._throttling, self._suspects = state.tree, state.throttling, state.suspects
+        self._record, self._counts, self._linger_s = state.record, state.counts, linger_s
 
     def settle(self, now_s: float) -> None:
         while self.lingering and self.lingering[0][0] <= now_s:
             self._tree.release(self.lingering.popleft()[1])
 
     def begin(self, request: Request, worker: Worker, match: Match, peer: bytes, now_s: float) -> Flight:
-        worker.pool.placement.placed(request, worker.name, match, now_s)
-        hold = self._tree.hold(worker.name, request.tokens, request.namespace, match)
-        flight = Flight(request, worker, peer, match.of(worker.name), hold, placed_s=now_s)
-        self.by_id[request.id] = flight
-        self._suspects.placed(request.id, worker.name)
-        flight.begin()
+        name, input_tokens, decode_tokens = worker.name, request.input_tokens, request.expected_output_tokens
+        worker.pool.placement.placed(request, name, match, now_s)
+        hold = self._tree.hold(name, request.tokens, request.namespace, match)
+        matched_tokens = match.lengths.get(name, 0)
+        prefill_tokens = input_tokens - matched_tokens
+        flight = self.by_id[request.id] = Flight(
+            request, worker, peer, matched_tokens, hold, prefill_tokens, decode_tokens, placed_s=now_s
+        )
+        if self._suspects.trials:
+            self._suspects.placed(request.id, name)
+        worker.prefill_tokens += prefill_tokens
+        worker.decode_tokens += decode_tokens
+        worker.dispatched += 1
+        worker.dispatched_tokens += input_tokens
+        worker.count(1)
         return flight
 
     def end(self, flight: Flight, done: Done, now_s: float) -> None:
@@ -142,20 +142,12 @@ class Flights:
             now_s,
         )
 
-    def fail_all(self, worker: Worker, now_s: float) -> list[Flight]:
-        """Ends what is in flight at `worker` as failed."""
+    def fail_all(self, worker: Worker, now_s: float) -> int:
+        """Ends what is in flight at `worker` as failed. The gateways still report the ends; those are ignored."""
         lost = [flight for flight in self.by_id.values() if flight.worker is worker]
         for flight in lost:
             self.end(flight, Done(flight.request.id, outcome="failed"), now_s)
-        return lost
-
-    def lose(self, worker: Worker, now_s: float) -> None:
-        """`worker` is gone. The gateways still report the ends of what it had."""
-        for flight in self.fail_all(worker, now_s):
-            self._counts["lost with their worker"] += 1
-            self.orphans[flight.request.id] = flight.peer
-        while len(self.orphans) > _MAX_ORPHANS:
-            self._suspects.forget(self.orphans.popitem(last=False)[0])
+        return len(lost)
 
     def of_peer(self, peer: bytes) -> list[Flight]:
         return [flight for flight in self.by_id.values() if flight.peer == peer]

@@ -29,20 +29,18 @@ from router.events import (
     Running,
     Table,
     Tick,
-    Undelivered,
     WorkerDown,
     WorkerHealth,
     WorkerUp,
 )
-from router.flights import Flight, Flights
+from router.flights import Flight, Flights, State
 from router.placement.contract import Request
-from router.radix import Match, RadixTree
-from router.record import PlacementRecord, placement_reason
-from router.suspects import CLEAR_S, Denial, Suspects
-from router.throttling import Throttling
+from router.radix import Match
+from router.record import placement_reason
+from router.suspects import CLEAR_S, Denial
 from router.waiting import Waiting
 from router.worker_events import WorkerEvents
-from router.workers import Placements, Pool, Worker, WorkerTable
+from router.workers import Pool, Worker
 from sglang_fair.common.deadlines import Promise
 from sglang_fair.core.throttle import Refusal
 
@@ -55,24 +53,12 @@ _OF_SUSPECTS = Arrive, Done, Progress, Tick, WorkerUp, WorkerDown, WorkerHealth,
 class RequestEvents:
     """Handles what peers say of requests. What does not fit, such as a second `Done`, is counted and ignored."""
 
-    def __init__(
-        self,
-        placements: Placements,
-        workers: WorkerTable,
-        tree: RadixTree,
-        flights: Flights,
-        worker_events: WorkerEvents,
-        suspects: Suspects,
-        throttling: Throttling,
-        record: PlacementRecord,
-        counts: Counter[str],
-    ) -> None:
-        self.waiting = Waiting(
-            placements.first, workers, worker_events.swaps, suspects, tree, self._left_the_queue
-        )
-        self._placements, self._workers, self._tree, self._flights = placements, workers, tree, flights
-        self._worker_events, self._swaps, self._suspects = worker_events, worker_events.swaps, suspects
-        self._throttling, self._record, self._counts = throttling, record, counts
+    def __init__(self, state: State, flights: Flights, worker_events: WorkerEvents) -> None:
+        self.waiting = Waiting(state, worker_events.swaps)
+        self._placements, self._workers, self._tree = state.placements, state.workers, state.tree
+        self._throttling, self._suspects = state.throttling, state.suspects
+        self._record, self._counts = state.record, state.counts
+        self._flights, self._worker_events, self._swaps = flights, worker_events, worker_events.swaps
 
     # -- requests arrive
 
@@ -82,28 +68,22 @@ class RequestEvents:
         """The answer, or None if the request waits. `trial`: the worker at which a suspect is tried."""
         self._counts["arrived"] += 1
         pool = self._workers.pool(event.model)
-        if (
-            event.id in self._flights.by_id
-            or event.id in self.waiting.by_id
-            or event.id in self._suspects.waiting
-        ):
+        if event.id in self._flights.by_id or event.id in self.waiting:
             is_over, answer = self._asked_again(event, pool, now_s, peer)
             if is_over:
                 return answer
-        if self._flights.orphans:
-            self._flights.orphans.pop(event.id, None)
         allowed = pool.taking
         if event.exclude:
             allowed = [worker for worker in allowed if worker.name not in event.exclude]
-        if trial is None:
+        if trial is None and (event.lost or self._suspects.are_there(now_s)):
             suspected = self._suspects.judge(event, now_s)
             if isinstance(suspected, Denial):
                 return self._deny(event.id, suspected)
             if suspected and self._able(event) is not None:
                 self._suspects.wait(event, peer, now_s)
                 return None
-            if held := self._suspects.held(now_s):
-                allowed = [worker for worker in allowed if worker.name not in held] or allowed
+            held = self._suspects.held(now_s)
+            allowed = [worker for worker in allowed if worker.name not in held] or allowed
         verdict = self._throttling.judge(event, pool.names_taking, now_s)
         call = verdict if event.interaction and not isinstance(verdict, Refusal) else 0
         promise = None if event.due is None else self._throttling.promised(event, event.due, now_s)
@@ -142,30 +122,21 @@ class RequestEvents:
     ) -> tuple[bool, Place | Refuse | None]:
         """Whether the answer to a request that is in flight or waits already is known, and which. A gateway asks again
         if it got no answer; it gets the same one, unless it excludes the worker by now."""
-        known = self._flights.by_id.get(event.id)
-        waiting = self.waiting.by_id.get(event.id)
-        suspect = self._suspects.waiting.get(event.id)
-        if (
-            (known is not None and known.peer != peer)
-            or (waiting is not None and waiting[1] != peer)
-            or (suspect is not None and suspect.peer != peer)
-        ):
+        known, waiting = self._flights.by_id.get(event.id), self.waiting.asked(event.id)
+        if (known is not None and known.peer != peer) or (waiting is not None and waiting[0] != peer):
             self._counts["refused"] += 1
             reason = "a request with this id is in flight from another gateway"
             return True, Refuse(event.id, reason, retry=False)
         if known is not None:
             self._counts["asked again"] += 1
             if known.worker in pool.taking and known.worker.name not in event.exclude:
-                return True, self._placed_at(known.request, known.worker, known.matched_tokens, now_s)
+                return True, self._placed_at(known, now_s)
             self._settle(known, Done(event.id, outcome="failed"), now_s)
             self._suspects.forget(event.id)
-        is_same = waiting is not None and (
-            waiting[0].exclude == event.exclude and self._workers.pool(waiting[0].model) is pool
-        )
-        if is_same or (suspect is not None and suspect.event.exclude == event.exclude):
+        elif waiting is not None and waiting[2] == event.exclude and self._workers.pool(waiting[1]) is pool:
             self._counts["asked again"] += 1
             return True, None
-        self._give_up(event.id, now_s)
+        self.waiting.give_up(event.id, now_s)
         return False, None
 
     def _deny(self, request: str, denial: Denial) -> Refuse:
@@ -199,31 +170,25 @@ class RequestEvents:
         if queued is not None and (tier := queued.tier(request.id)):
             request = structs.replace(request, tier=tier)
             counts["placed ahead of their share"] += 1
-        matched_tokens = self._begin(request, worker, match, peer, now_s).matched_tokens
+        flight = self._flights.begin(request, worker, match, peer, now_s)
         counts["placed"] += 1
         counts["input_tokens"] += request.input_tokens
-        counts["predicted_tokens"] += matched_tokens
-        return self._placed_at(request, worker, matched_tokens, now_s)
+        counts["predicted_tokens"] += flight.matched_tokens
+        return self._placed_at(flight, now_s)
 
-    def _placed_at(self, request: Request, worker: Worker, matched_tokens: int, now_s: float) -> Place:
-        due = None if request.promise is None else Due.of(request.promise, now_s)
-        up = worker.up
+    def _placed_at(self, flight: Flight, now_s: float) -> Place:
+        request, up = flight.request, flight.worker.up
         return Place(
             request.id,
             up.worker,
             up.url,
-            matched_tokens,
+            flight.matched_tokens,
             request.call,
-            due,
+            None if request.promise is None else Due.of(request.promise, now_s),
             request.tier,
             up.loaded if len(up.models) > 1 else "",
-            self._suspects.is_on_trial(request.id),
+            request.id in self._suspects.trials,
         )
-
-    def _begin(self, request: Request, worker: Worker, match: Match, peer: bytes, now_s: float) -> Flight:
-        flight = self._flights.begin(request, worker, match, peer, now_s)
-        self.waiting.matches.clear()
-        return flight
 
     def _weigh(self, event: Arrive | Running) -> None:
         """What the newest tenants' file says of its client, holds for all of that client's requests."""
@@ -238,16 +203,16 @@ class RequestEvents:
     def running(self, event: Running, now_s: float, peer: bytes) -> None:
         """Takes over a request that another router, or a gateway without a router, has placed."""
         worker = self._workers.get(event.worker)
-        if worker is None or event.id in self._flights.by_id or event.id in self._flights.orphans:
+        if worker is None or event.id in self._flights.by_id:
             self._counts["running ignored"] += 1
             return
-        self._give_up(event.id, now_s)
+        self.waiting.give_up(event.id, now_s)
         self._weigh(event)
         self._throttling.running(event, now_s)
         request = _request(event, worker.pool)
         match = self._tree.match(event.tokens, request.namespace)
         self._record.told(request, worker, match, now_s)
-        self._begin(request, worker, match, peer, now_s).produce(event.output_tokens)
+        self._flights.begin(request, worker, match, peer, now_s).produce(event.output_tokens)
         self._counts["taken over"] += 1
 
     # -- requests that wait
@@ -255,21 +220,9 @@ class RequestEvents:
     def follow_up(self, event: Event, now_s: float, peer: bytes) -> list[Action]:
         """What an event means for requests that wait for a worker."""
         actions = self._move_waiting(now_s) if self.waiting.by_id else []
-        if isinstance(event, Arrive) and self._holds(event.id, peer):
+        if isinstance(event, Arrive) and self.waiting.has(event.id, peer):
             actions.append((peer, Held(event.id)))
         return actions
-
-    def _holds(self, name: str, peer: bytes) -> bool:
-        suspect = self._suspects.waiting.get(name)
-        return self.waiting.has(name, peer) or (suspect is not None and suspect.peer == peer)
-
-    def _give_up(self, name: str, now_s: float) -> bool:
-        """Request `name` waits no more; False if it did not."""
-        return self._suspects.waiting.pop(name, None) is not None or self.waiting.give_up(name, now_s)
-
-    def _left_the_queue(self, name: str, now_s: float) -> None:
-        self._throttling.ended(name, now_s)
-        self._counts["given up"] += 1
 
     def _move_waiting(self, now_s: float) -> list[Action]:
         """Refuses those that no worker is left for, as an `Arrive` would be refused, and places those that one is ready
@@ -303,7 +256,7 @@ class RequestEvents:
             for name, flight in self._flights.by_id.items()
             if not flight.output_tokens
             and now_s - flight.placed_s < CLEAR_S
-            and not self._suspects.is_on_trial(name)
+            and name not in self._suspects.trials
         )
         for waiting, found in self._suspects.due(self._able, unclear, now_s):
             if isinstance(found, Denial):
@@ -330,30 +283,17 @@ class RequestEvents:
         self._suspects.ended(event, None if flight is None else flight.worker.name, now_s)
         if flight is not None:
             self._settle(flight, event, now_s)
-        elif not self._give_up(event.id, now_s):
-            was_lost = self._flights.orphans.pop(event.id, None) is not None
-            self._counts["done after its worker" if was_lost else "done ignored"] += 1
-
-    def undelivered(self, event: Undelivered, now_s: float, peer: bytes) -> None:
-        """The gateway does not know where its request was placed, so it will never send it there."""
-        flight = self._flights.by_id.get(event.id)
-        if flight is not None and flight.peer == peer:
-            self._suspects.forget(event.id)
-            self._settle(flight, Done(event.id, outcome="aborted"), now_s)
+        elif not self.waiting.give_up(event.id, now_s):
+            self._counts["done ignored"] += 1
 
     def peer_gone(self, event: PeerGone, now_s: float, peer: bytes) -> None:
         """Ends what `peer` had in flight as aborted, and forgets what it asked and what it said of workers."""
         for name in self.waiting.of_peer(peer):
-            self._give_up(name, now_s)
-        for name in [name for name, one in self._suspects.waiting.items() if one.peer == peer]:
-            self._suspects.forget(name)
+            self.waiting.give_up(name, now_s)
+        self._suspects.peer_gone(peer)
         for flight in self._flights.of_peer(peer):
-            self._suspects.forget(flight.request.id)
             self._settle(flight, Done(flight.request.id, outcome="aborted"), now_s)
             self._counts["lost with their peer"] += 1
-        for name in [name for name, asker in self._flights.orphans.items() if asker == peer]:
-            self._suspects.forget(name)
-            del self._flights.orphans[name]
         self._worker_events.peer_gone(peer, now_s)
 
     def _settle(self, flight: Flight, done: Done, now_s: float) -> None:
@@ -362,23 +302,13 @@ class RequestEvents:
         self._worker_events.drained(flight.worker, now_s)
 
     def difference(self, event: Table, now_s: float, peer: bytes) -> Difference:
-        theirs, flights = set(event.requests), self._flights
-        suspects = [name for name, one in self._suspects.waiting.items() if one.peer == peer]
-        ours = [flight.request.id for flight in flights.of_peer(peer)]
+        theirs, known = set(event.requests), self._flights.by_id
+        ours = [flight.request.id for flight in self._flights.of_peer(peer)]
         return Difference(
             event.id,
-            missing=tuple(
-                name
-                for name in event.requests
-                if name not in flights.by_id
-                and name not in flights.orphans
-                and name not in self.waiting.by_id
-                and name not in self._suspects.waiting
-            ),
-            unsettled=tuple(
-                name for name in (*ours, *self.waiting.of_peer(peer), *suspects) if name not in theirs
-            ),
-            held=tuple(name for name in event.requests if self._holds(name, peer)),
+            missing=tuple(name for name in event.requests if name not in known and name not in self.waiting),
+            unsettled=tuple(name for name in (*ours, *self.waiting.of_peer(peer)) if name not in theirs),
+            held=tuple(name for name in event.requests if self.waiting.has(name, peer)),
         )
 
 
@@ -397,7 +327,7 @@ def _request(
         len(event.tokens) // TOKEN_BYTES,
         event.max_output_tokens,
         pool.outputs.of(event.client, event.max_output_tokens),
-        pool.key(event.namespace),
+        pool.key(event.namespace) if pool.model else event.namespace,
         exclude,
         call,
         pool.model,

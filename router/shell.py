@@ -32,7 +32,6 @@ from router.events import (
     SetLimits,
     Snapshot,
     Tick,
-    Undelivered,
     WorkerDown,
     WorkerDrain,
     WorkerHealth,
@@ -57,8 +56,6 @@ TURN_MS = 250
 _CHANGES_WORKERS = (
     WorkerUp, WorkerDown, WorkerDrain, WorkerHealth, PeerGone, SetLimits, Posted, Agent
 )  # fmt: skip
-_FREES_WORKERS = (Done, Undelivered)
-"""A worker that drains may be empty by that."""
 _FIRST_FRAME = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
@@ -173,13 +170,13 @@ class Shell:
                     answer.state["wire"] = self.state()
                 if self._send(to, encode(answer)):
                     continue
-                if isinstance(answer, Place):
-                    events.append((Undelivered(answer.id), to))
+                if isinstance(answer, Place):  # so its gateway will never send it there
+                    events.append((Done(answer.id, outcome="failed"), to))
             if question is not None:
                 self._plans.ask(*question)
             if isinstance(event, WorkerUp):
                 self._follow(event)
-            may_be_empty = self._workers.draining and isinstance(event, _FREES_WORKERS)
+            may_be_empty = self._workers.draining and isinstance(event, Done)
             if may_be_empty or isinstance(event, _CHANGES_WORKERS):
                 self._compare_workers()
 

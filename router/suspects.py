@@ -101,6 +101,7 @@ class Trial:
     """A request on trial, as long as it is under way."""
 
     event: Arrive
+    peer: bytes
     worker: str
     since_s: float
     has_company: bool
@@ -122,8 +123,9 @@ class Suspects:
     quarantine_s: float = QUARANTINE_S
     waiting: dict[str, Waiting] = field(default_factory=dict)
     """In the order in which they came."""
+    trials: dict[str, Trial] = field(default_factory=dict)
+    """Requests that are under way as suspects."""
     counts: Counter[str] = field(default_factory=Counter)
-    _trials: dict[str, Trial] = field(default_factory=dict)
     _emptying: set[str] = field(default_factory=set)
     """Workers that get nothing else until a suspect can go there."""
     _ended_s: dict[str, float] = field(default_factory=dict)
@@ -138,13 +140,15 @@ class Suspects:
 
     # -- a request arrives
 
+    def are_there(self, now_s: float) -> bool:
+        """Whether anything is known that `judge` or `held` depends on."""
+        return (
+            bool(self._lost or self._convicted or self._cases or self.trials or self._emptying)
+            or now_s < self._newcomers_until_s
+        )
+
     def judge(self, event: Arrive, now_s: float) -> Denial | bool:
         """Whether it is to `wait` for a trial, or why it is refused."""
-        if (
-            not (event.lost or self._lost or self._convicted or self._cases)
-            and now_s >= self._newcomers_until_s
-        ):
-            return False
         denial = self._denied(event, now_s)
         if denial is None and self._is_quarantined(event.client, now_s):
             subject = self._subject(event.client, now_s)
@@ -176,10 +180,15 @@ class Suspects:
         says how many requests at each are not clear, those on trial left out.
         """
         self._emptying.clear()
-        held = {one.worker for one in self._trials.values() if not one.is_clear(now_s)}
+        self.trials = {  # the end of one that its worker has not survived may be lost
+            name: one
+            for name, one in self.trials.items()
+            if not one.is_gone or now_s - one.since_s < self.quarantine_s
+        }
+        held = {one.worker for one in self.trials.values() if not one.is_clear(now_s)}
         busy = {
             self._subject(one.event.client, now_s)
-            for one in self._trials.values()
+            for one in self.trials.values()
             if not one.is_clear(now_s) or (self._is_quarantined(one.event.client, now_s) and not one.is_gone)
         }
         found: list[tuple[Waiting, str | Denial]] = []
@@ -204,45 +213,47 @@ class Suspects:
                 self._emptying.add(worker)
                 continue
             found.append((self.waiting.pop(name), worker))
-            others = any(trial.worker == worker for trial in self._trials.values())
-            self._trials[name] = Trial(one.event, worker, now_s, others or bool(unclear.get(worker, 0)))
+            others = any(trial.worker == worker for trial in self.trials.values())
+            self.trials[name] = Trial(
+                one.event, one.peer, worker, now_s, others or bool(unclear.get(worker, 0))
+            )
         return found
 
     def held(self, now_s: float) -> set[str]:
         """Workers that get nothing else, if there are others."""
-        if not self._trials and not self._emptying:
+        if not self.trials and not self._emptying:
             return set()
-        return self._emptying | {one.worker for one in self._trials.values() if not one.is_clear(now_s)}
+        return self._emptying | {one.worker for one in self.trials.values() if not one.is_clear(now_s)}
 
     # -- what happens to requests
 
-    def is_on_trial(self, name: str) -> bool:
-        """Whether request `name` is under way as a suspect."""
-        return name in self._trials
-
     def placed(self, name: str, worker: str) -> None:
-        for other, trial in self._trials.items():
+        for other, trial in self.trials.items():
             if trial.worker == worker and other != name:
                 trial.has_company = True
 
     def begun(self, name: str) -> None:
         """The first byte of its answer has come."""
-        if name in self._trials:
-            self._trials[name].has_begun = True
+        if name in self.trials:
+            self.trials[name].has_begun = True
 
     def leaves(self, worker: str, *, is_gone: bool) -> None:
-        for trial in self._trials.values():
+        for trial in self.trials.values():
             if trial.worker == worker:
                 trial.is_gone |= is_gone
                 trial.is_void |= not is_gone
 
     def forget(self, name: str) -> None:
-        self.waiting.pop(name, None)
-        self._trials.pop(name, None)
+        """It is under way no more, whatever its worker does."""
+        self.trials.pop(name, None)
+
+    def peer_gone(self, peer: bytes) -> None:
+        """Nothing more will be known of what `peer` had on trial."""
+        self.trials = {name: one for name, one in self.trials.items() if one.peer != peer}
 
     def ended(self, done: Done, worker: str | None, now_s: float) -> None:
         """A request is over at `worker`; None: that is gone."""
-        trial, lost = self._trials.pop(done.id, None), done.lost
+        trial, lost = self.trials.pop(done.id, None), done.lost
         if lost is None:
             if trial is not None and done.outcome == "ok":
                 self._lost.pop(trial.event.fingerprint, None)
@@ -294,7 +305,7 @@ class Suspects:
             "quarantine": dict(list(rows.items())[-MOST_LISTED:]),
             "newcomers": now_s < self._newcomers_until_s,
             "waiting": len(self.waiting),
-            "trials": {one.worker: name for name, one in self._trials.items()},
+            "trials": {one.worker: name for name, one in self.trials.items()},
             "counts": {name: self.counts[name] for name in ("suspects", "convictions", "doubts", "refused")},
         }
 

@@ -1,14 +1,15 @@
-"""The requests that the placement holds, at most `MAX_WAITING`, until a worker is ready for one or none is left."""
+"""The requests that wait: those that the placement holds, at most `MAX_WAITING`, until a worker is ready for one or
+none is left, and suspects, until they are tried (`suspects`)."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from router.placement.contract import Holding, Placement, Queued, Request
-from router.radix import Match, RadixTree
+from router.flights import State
+from router.placement.contract import Holding, Queued, Request
+from router.radix import Match
 from router.shared_limit import SharedLimit
-from router.suspects import Suspects
 from router.swaps import Swaps
-from router.workers import Worker, WorkerTable
+from router.workers import Worker
 
 MAX_WAITING = 10_000
 """Requests of all clients together that may wait here; beyond, they are refused."""
@@ -18,27 +19,19 @@ STANDING_EVERY_S = 0.01
 
 
 class Waiting:
-    """Empty for a placement that holds no requests."""
+    """A placement that holds no requests has only suspects wait."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        workers: WorkerTable,
-        swaps: Swaps,
-        suspects: Suspects,
-        tree: RadixTree,
-        given_up: Callable[[str, float], None],
-    ) -> None:
-        """`given_up` is called with the id of a request that leaves without a worker, and the time."""
+    def __init__(self, state: State, swaps: Swaps) -> None:
+        placement = state.placements.first
         self.holding = placement if isinstance(placement, Holding) else None
         self.queued = placement if isinstance(placement, Queued) else None
         self.by_id: dict[str, tuple[Request, bytes]] = {}
-        """Each with the peer that asked."""
+        """Those that the placement holds, each with the peer that asked."""
         self.matches: dict[str, Match] = {}
         """What they match. Valid until the tree changes."""
         self.limit = SharedLimit(MAX_WAITING)
-        self._workers, self._swaps, self._suspects, self._tree = workers, swaps, suspects, tree
-        self._given_up = given_up
+        self._state, self._swaps = state, swaps
+        self._suspects, self._workers = state.suspects.waiting, state.workers
         self._kinds: Counter[tuple[str, tuple[str, ...]]] = Counter()
         """How many are for a model and exclude some workers."""
         self._offered: list[Worker] = []
@@ -52,21 +45,36 @@ class Waiting:
         self._kinds[request.model, request.exclude] += 1
         self.matches[request.id] = match
 
+    def asked(self, name: str) -> tuple[bytes, str, tuple[str, ...]] | None:
+        """The peer, the model and the excluded workers of request `name`; None if it does not wait."""
+        if (held := self.by_id.get(name)) is not None:
+            return held[1], held[0].model, held[0].exclude
+        if (suspect := self._suspects.get(name)) is not None:
+            return suspect.peer, suspect.event.model, suspect.event.exclude
+        return None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_id or name in self._suspects
+
     def has(self, name: str, peer: bytes) -> bool:
-        waiting = self.by_id.get(name)
-        return waiting is not None and waiting[1] == peer
+        asked = self.asked(name)
+        return asked is not None and asked[0] == peer
 
     def of_peer(self, peer: bytes) -> list[str]:
-        return [name for name, (_, asker) in self.by_id.items() if asker == peer]
+        return [
+            *(name for name, (_, asker) in self.by_id.items() if asker == peer),
+            *(name for name, one in self._suspects.items() if one.peer == peer),
+        ]
 
     def give_up(self, name: str, now_s: float) -> bool:
-        """Takes request `name` out of the queue; False if it was not there."""
+        """Request `name` leaves without a worker; False if it did not wait."""
         if name not in self.by_id:
-            return False
+            return self._suspects.pop(name, None) is not None
         request, _ = self._leave(name)
         assert self.holding is not None
         self.holding.give_up(request)
-        self._given_up(name, now_s)
+        self._state.throttling.ended(name, now_s)
+        self._state.counts["given up"] += 1
         return True
 
     def hopeless(self, now_s: float) -> list[tuple[Request, bytes]]:
@@ -89,7 +97,7 @@ class Waiting:
 
         def may(request: Request, worker: str) -> bool:
             pool = self._workers.by_name[worker].pool
-            held = self._suspects.held(now_s)
+            held = self._state.suspects.held(now_s)
             if worker in held and not held.issuperset(pool.names_taking):
                 return False
             return worker not in request.exclude and self._workers.pool(request.model) is pool
@@ -98,6 +106,7 @@ class Waiting:
             request, name = chosen
             match = self._match(request)
             yield request, self._leave(request.id)[1], self._workers.by_name[name], match
+            self.matches.clear()
 
     def standing(self, name: str, now_s: float) -> Mapping[str, object] | None:
         """Where a request that has come stands among those that wait. What is before it is looked at only if that was
@@ -123,7 +132,7 @@ class Waiting:
     def _match(self, request: Request) -> Match:
         match = self.matches.get(request.id)
         if match is None:
-            match = self.matches[request.id] = self._tree.match(request.tokens, request.namespace)
+            match = self.matches[request.id] = self._state.tree.match(request.tokens, request.namespace)
         return match
 
     def _leave(self, name: str) -> tuple[Request, bytes]:

@@ -1,7 +1,5 @@
 """What becomes of workers: they come, drain, fall silent, load another model and go, and say what they cache."""
 
-from collections import Counter
-
 from router.events import (
     MOST_COUNT,
     Cleared,
@@ -15,13 +13,10 @@ from router.events import (
     WorkerHealth,
     WorkerUp,
 )
-from router.flights import Flights
+from router.flights import Flights, State
 from router.placement.contract import Equipment, Holding, Placement, Swapping
-from router.radix import RadixTree
-from router.suspects import Suspects
 from router.swaps import Swaps
-from router.throttling import Throttling
-from router.workers import Worker, WorkerTable
+from router.workers import Worker
 
 LEAST_TREE_TOKENS = 8_000_000
 """Of a tree whose limit follows what the workers can cache."""
@@ -31,30 +26,22 @@ class WorkerEvents:
     """Keeps the table of workers, the tree, the placements and the requests in flight in step. The handlers ignore, and
     count, what is said of a worker that is not up."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        workers: WorkerTable,
-        tree: RadixTree,
-        flights: Flights,
-        suspects: Suspects,
-        throttling: Throttling,
-        counts: Counter[str],
-        *,
-        finish_s: float,
-        resizes_tree: bool,
-    ) -> None:
-        """`placement` is that of the first model. `resizes_tree`: the tree's limit follows the workers' capacity."""
+    def __init__(self, state: State, flights: Flights, *, finish_s: float, resizes_tree: bool) -> None:
+        """`resizes_tree`: the tree's limit follows the workers' capacity."""
+        placement = state.placements.first
         self._placement = placement
         self._is_holding = isinstance(placement, Holding)
         self._swapping = placement if isinstance(placement, Swapping) else None
-        self._workers, self._tree, self._flights, self._suspects = workers, tree, flights, suspects
-        self._throttling, self._counts, self._resizes_tree = throttling, counts, resizes_tree
+        self._workers, self._tree, self._flights, self._suspects = (
+            state.workers, state.tree, flights, state.suspects
+        )  # fmt: skip
+        self._throttling, self._counts, self._resizes_tree = state.throttling, state.counts, resizes_tree
         self._announced: list[Worker] = []
         """The workers that a `Swapping` placement knows to take requests."""
         self.swaps = Swaps(
-            workers, placement, self._rehome, self._equip, lambda: list(flights.by_id.values()), finish_s
-        )
+            state.workers, placement, self._rehome, self._equip,
+            lambda: list(flights.by_id.values()), finish_s,
+        )  # fmt: skip
 
     def up(self, event: WorkerUp, now_s: float, peer: bytes) -> None:
         """It is up, or what is known of it has changed. At another address, or with another model, it is a new one."""
@@ -81,7 +68,7 @@ class WorkerEvents:
 
     def gone(self, name: str, now_s: float) -> None:
         worker = self._workers.by_name[name]
-        self._flights.lose(worker, now_s)
+        self._counts["lost with their worker"] += self._flights.fail_all(worker, now_s)
         self._suspects.leaves(name, is_gone=True)
         self._workers.remove(name)
         self._throttling.worker_gone(name)

@@ -22,7 +22,6 @@ from router.events import (
     Running,
     Stored,
     Table,
-    Undelivered,
     WorkerDown,
     WorkerDrain,
     WorkerHealth,
@@ -62,7 +61,6 @@ events = st.one_of(
     st.builds(Follow, names),
     st.builds(Query, names),
     st.builds(PeerGone),
-    st.builds(Undelivered, names),
     st.builds(Stored, names, st.tuples(hashes), st.none() | hashes, tokens, st.integers(1, 20)),
 )
 json_values = st.recursive(

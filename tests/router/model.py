@@ -22,7 +22,6 @@ from router.events import (
     Refuse,
     Running,
     Table,
-    Undelivered,
     WorkerDown,
     WorkerDrain,
     WorkerHealth,
@@ -35,13 +34,13 @@ from tests.support.tree_check import check
 PEERS = (b"g", b"h", b"i")
 WORKERS = ("w0", "w1", "w2", "w3")
 STEPS = {
-    "ask": 40, "again": 5, "progress": 7, "done": 18, "leave": 3, "unknown": 1, "running": 3, "undelivered": 2,
+    "ask": 40, "again": 5, "progress": 7, "done": 18, "leave": 3, "unknown": 1, "running": 3,
     "gone": 2, "down": 2, "up": 6, "drain": 2, "health": 6, "compare": 4, "restart": 1,
 }  # fmt: skip
 
 COUNTED = (
     "arrived", "placed", "refused", "asked again", "given up", "taken over", "running ignored", "progress ignored",
-    "done ignored", "done after its worker", "lost with their worker", "lost with their peer", "ended ok",
+    "done ignored", "lost with their worker", "lost with their peer", "ended ok",
     "ended failed", "ended aborted", "output_tokens",
 )  # fmt: skip
 
@@ -68,7 +67,7 @@ class Flight:
 
 class Model:
     """What is known of each request: `believed` by gateways, whom messages do not reach, and by the router that it is
-    in flight, that it waits (for none of those it excludes), or that it was lost with its worker."""
+    in flight, or that it waits (for none of those it excludes)."""
 
     def __init__(self, placement: str, **values: object) -> None:
         known = parameters(placement)
@@ -87,7 +86,6 @@ class Model:
         self.machines: dict[str, Machine] = {}
         self.flights: dict[str, Flight] = {}
         self.waiting: dict[str, tuple[bytes, tuple[str, ...]]] = {}
-        self.lost: dict[str, bytes] = {}
         self.counts: Counter[str] = Counter()
         for worker in WORKERS[:3]:
             self.say(WorkerUp(worker, f"http://{worker}"))
@@ -121,7 +119,7 @@ class Model:
                 self.counts["arrived"] += 1
                 return self._asked(event, peer)
             case Running(id=name, worker=worker):
-                is_new = worker in self.machines and name not in self.flights and name not in self.lost
+                is_new = worker in self.machines and name not in self.flights
                 self.counts["taken over" if is_new else "running ignored"] += 1
                 if is_new:
                     self.counts["given up"] += self.waiting.pop(name, None) is not None
@@ -137,21 +135,18 @@ class Model:
                 elif self.waiting.pop(name, None):
                     self.counts["given up"] += 1
                 else:
-                    self.counts["done after its worker" if self.lost.pop(name, None) else "done ignored"] += 1
-            case Undelivered(name) if name in self.flights and self.flights[name].peer == peer:
-                self._end(name, "aborted")
+                    self.counts["done ignored"] += 1
             case PeerGone():
                 for name in [name for name, (asker, _) in self.waiting.items() if asker == peer]:
                     self.counts["given up"] += bool(self.waiting.pop(name))
                 for name in self._of(peer):
                     self.counts["lost with their peer"] += 1
                     self._end(name, "aborted")
-                self.lost = {name: asker for name, asker in self.lost.items() if asker != peer}
                 for machine in self.machines.values():
                     machine.accusers.discard(peer)
             case Table(name, requests):
                 held = {name for name, (asker, _) in self.waiting.items() if asker == peer}
-                known = self.flights.keys() | self.waiting.keys() | self.lost.keys()
+                known = self.flights.keys() | self.waiting.keys()
                 return Difference(
                     name,
                     tuple(one for one in requests if one not in known),
@@ -187,7 +182,6 @@ class Model:
             return Held(name)
         elif waiting:
             self.counts["given up"] += 1
-        self.lost.pop(name, None)
         self.waiting[name] = peer, event.exclude
         return None
 
@@ -211,7 +205,6 @@ class Model:
     def _gone(self, worker: str) -> None:
         for name, flight in list(self.flights.items()):
             if flight.worker == worker:
-                self.lost[name] = flight.peer
                 self.counts["lost with their worker"] += 1
                 self._end(name, "failed", drains=False)
         del self.machines[worker]
@@ -303,8 +296,6 @@ class Model:
                 self.say(Done(f"{rng.randrange(1 + self.number):08x}"), peer)
             case "running" if own and name not in self.waiting:
                 self.say(Running(name, "c1", b"", worker=worker, output_tokens=rng.randrange(9)), peer)
-            case "undelivered":
-                self.say(Undelivered(rng.choice([*self.believed, "?"])), peer)
             case "gone":
                 self.say(PeerGone(), peer)
             case "down":
@@ -340,7 +331,7 @@ class Model:
         self.say(Table("t", own), peer)
         for name in found.unsettled:
             self.say(Done(name, outcome="aborted"), peer)
-        for name in (*found.missing, *(name for name in own if name in self.lost)):
+        for name in found.missing:
             if name in self.believed:
                 self.ask(self.believed[name][1], peer)
 

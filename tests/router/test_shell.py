@@ -381,7 +381,7 @@ def test_a_worker_that_goes_and_comes_back_starts_empty() -> None:
         other.publish(stored_prompt(100))
         wait_until(lambda: w.peer.matched(prompt(100))[1] == 3 * PAGE, "the new process is followed")
         w.peer.tell(Done("a"))
-        assert w.peer.state()["counts"]["done after its worker"] == 1
+        assert w.peer.state()["counts"]["done ignored"] == 1
 
 
 def test_malformed_frames_are_counted_and_survived(caplog: pytest.LogCaptureFixture) -> None:
@@ -543,7 +543,7 @@ def test_any_number_of_placements_that_cannot_be_delivered_are_undone() -> None:
         w.shell.tell(Done("busy"), peer=b"somebody")
         state = core.state()
         assert (state["in_flight"], state["waiting"]) == (0, 0)
-        assert state["counts"]["ended aborted"] == 1100
+        assert state["counts"]["ended failed"] == 1100
         w.start()
 
 
