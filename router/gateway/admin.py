@@ -21,7 +21,7 @@ from starlette.requests import Request
 from router.events import URL_PATTERN, ZMQ_PATTERN, Capacity, Refuse, WorkerDrain, Workers, WorkerUp
 from router.gateway.errors import ApiError, describe
 from router.gateway.operations import Operation, read_body
-from router.gateway.replicas.context import names_of
+from router.gateway.replicas.health import models_in
 from router.gateway.replicas.pool import Replicas
 from router.gateway.request.names import Names, model_not_found
 from router.gateway.routing.links import Links
@@ -273,7 +273,7 @@ class Admin:
             status, body = await self._replicas.get(asked.url, "/v1/models")
         except OSError:
             status, body = 503, b""
-        found = [one for one in names_of(body) if status == 200 and one in names]
+        found = [one.id for one in models_in(body) if status == 200 and one.id in names]
         if len(found) != 1:
             served = ", ".join(names)
             text = f"say in `model` which one {asked.url} has: {served}"

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
 
 from router.client import RouterGone
@@ -20,8 +19,6 @@ from router.gateway.replicas.pool import Replicas
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.links import Links
 from sglang_fair.common.record import MOST_FOUND, MOST_NAME
-
-REPLICA_TIMEOUT_S = 5.0
 
 
 class Explained(msgspec.Struct):
@@ -90,17 +87,16 @@ class Explainer:
         if up is None:
             attempt["replica_error"] = "this replica is gone" if attempt["worker"] else ""
             return
-        url = f"{up.url.rstrip('/')}/explain/{quote(attempt['id'], safe='')}"
+        path = f"/explain/{quote(attempt['id'], safe='')}?client={quote(client, safe='')}"
         try:
-            timeout = aiohttp.ClientTimeout(total=REPLICA_TIMEOUT_S)
-            async with self._replicas.session.get(url, params={"client": client}, timeout=timeout) as answer:
-                if answer.status == 200:
-                    attempt["replica"] = (await answer.json())["requests"]
-                elif answer.status == 404:
-                    attempt["replica_error"] = "the replica remembers no such request"
-                else:
-                    attempt["replica_error"] = f"the replica answers {answer.status}"
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            status, body = await self._replicas.get(up.url, path)
+            if status == 200:
+                attempt["replica"] = msgspec.json.decode(body)["requests"]
+            elif status == 404:
+                attempt["replica_error"] = "the replica remembers no such request"
+            else:
+                attempt["replica_error"] = f"the replica answers {status}"
+        except (OSError, ValueError, LookupError, TypeError) as error:
             attempt["replica_error"] = f"the replica does not answer: {type(error).__name__}"
 
 

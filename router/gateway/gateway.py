@@ -139,7 +139,7 @@ class Gateway:
         return [name for name in tenant.models if self.names.model_of(name) is not None]
 
     async def start(self) -> None:
-        await self.replicas.start()
+        self.replicas.start()
         await self.link.start()
         self._following = [asyncio.create_task(self.metrics.run())]
         if self.directory is not None:
@@ -169,7 +169,7 @@ class Gateway:
             "interactions": len(self._begun()),
             "routers": self.link.state(),
             "workers": len(self.fleet.workers),
-            "sick": self.replicas.health.sick(),
+            "sick": self.replicas.sick(),
             **self.metrics.status(),
             "processes": self.processes,
             **(

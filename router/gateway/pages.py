@@ -219,7 +219,7 @@ class Private:
             snapshot = {
                 "placement": "fallback",
                 "router": str(error),
-                "workers": gateway.fleet.view(gateway.replicas.health.sick()),
+                "workers": gateway.fleet.view(gateway.replicas.sick()),
                 "in_flight": sum(gateway.fleet.in_flight.values()),
             }
         return JSONResponse(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.gateway.access import directory
-from router.gateway.replicas import context
+from router.gateway.replicas import pool
 from tests.gateway.clusters import Cluster, cluster
 from tests.support.stand_in import make_tokenizer
 
@@ -58,8 +58,8 @@ def runner(loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> Iter
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files and replicas are looked at again soon."""
-    for module in (directory, context):
-        monkeypatch.setattr(module, "LOOK_S", 0.02)
+    monkeypatch.setattr(directory, "LOOK_S", 0.02)
+    monkeypatch.setattr(pool, "INTERVAL_S", 0.05)
 
 
 @pytest.fixture(scope="session")

@@ -106,7 +106,7 @@ def sends(*data: bytes, closes: bool = False) -> Serve:
 
 
 async def ask(connections: Connections, url: str, body: bytes = b"{}") -> tuple[int, dict[str, str], bytes]:
-    async with connections.post(url, "/generate", HEADERS, body) as answer:
+    async with connections.request("POST", url, "/generate", HEADERS, body) as answer:
         return answer.status, answer.headers, await answer.read()
 
 
@@ -185,7 +185,10 @@ async def test_a_broken_answer_is_an_error(data: bytes) -> None:
 
 async def test_what_came_before_the_break_is_read() -> None:
     serve = sends(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n", b"first", closes=True)
-    async with connected(serve) as (connections, url), connections.post(url, "/", HEADERS, b"") as answer:
+    async with (
+        connected(serve) as (connections, url),
+        connections.request("POST", url, "/", HEADERS, b"") as answer,
+    ):
         assert await answer.piece() == b"first"
         with pytest.raises(Broken):
             await answer.piece()
@@ -197,7 +200,10 @@ async def test_a_silent_replica_is_an_error_and_a_slow_reader_is_none() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nab")
         await reader.read()
 
-    async with connected(serve) as (connections, url), connections.post(url, "/", HEADERS, b"") as answer:
+    async with (
+        connected(serve) as (connections, url),
+        connections.request("POST", url, "/", HEADERS, b"") as answer,
+    ):
         while not answer._pieces:
             await asyncio.sleep(0)
         answer._idle_timeout_s = 0.02
@@ -227,7 +233,7 @@ async def test_giving_up_ends_an_attempt_to_connect(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(asyncio.get_running_loop().__class__, "create_connection", never)
         connections.connect_timeout_s = 3600.0
-        asking = connections.post(url, "/", HEADERS, b"")
+        asking = connections.request("POST", url, "/", HEADERS, b"")
         entering = asyncio.create_task(asking.__aenter__())
         await begun.wait()
         for _ in range(2):
@@ -246,7 +252,7 @@ async def test_giving_up_as_the_connection_is_made_sends_nothing() -> None:
         assert not await reader.read()
 
     async with connected(serve) as (connections, url):
-        asking = connections.post(url, "/", HEADERS, b"")
+        asking = connections.request("POST", url, "/", HEADERS, b"")
         connect = connections.connect
 
         async def made(origin: object) -> Connection:
@@ -270,7 +276,7 @@ async def test_an_answer_that_is_not_read_to_its_end_costs_its_connection() -> N
         ended.set()
 
     async with connected(serve) as (connections, url):
-        async with connections.post(url, "/", HEADERS, b"") as answer:
+        async with connections.request("POST", url, "/", HEADERS, b"") as answer:
             assert await answer.piece() == b"ab"
         await ended.wait()
         asked.clear()
@@ -352,7 +358,10 @@ async def test_an_answer_that_nobody_reads_waits_at_the_replica() -> None:
             sent += 1
         await reader.read()
 
-    async with connected(serve) as (connections, url), connections.post(url, "/", HEADERS, b"") as answer:
+    async with (
+        connected(serve) as (connections, url),
+        connections.request("POST", url, "/", HEADERS, b"") as answer,
+    ):
         before = -1
         while before != sent:
             before = sent
@@ -375,9 +384,9 @@ async def test_without_files_to_open_nobody_but_this_process_is_at_fault() -> No
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         try:
             with pytest.raises(NoDescriptors):
-                async with connections.post(url, "/", HEADERS, b""):
+                async with connections.request("POST", url, "/", HEADERS, b""):
                     pass
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        async with connections.post(url, "/", HEADERS, b"") as answer:
+        async with connections.request("POST", url, "/", HEADERS, b"") as answer:
             assert await answer.read() == b"x"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.gateway.replicas.flow_control import WINDOW_BYTES, SendWindow
+from router.gateway.replicas.pool import WINDOW_BYTES, SendWindow
 
 
 class Replica:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.events import WorkerUp
 from router.gateway.errors import ApiError
 from router.gateway.limits import OTHER_DESCRIPTORS, fit
 from router.gateway.limits import parse as parse_limits
-from router.gateway.replicas.context import context_of
+from router.gateway.replicas.health import Contexts
 from router.gateway.request.names import Names
 from router.gateway.request.parse import MAX_VALUES, check_size, parse
 from router.gateway.request.schema import MAX_MESSAGES
@@ -115,12 +116,16 @@ def test_messages_are_bounded() -> None:
     [
         ({"data": [{"id": "m", "max_model_len": 8192}, {"id": "m:lora", "max_model_len": None}]}, 8192),
         ({"data": [{"id": "m"}]}, None),
-        ({"data": [{"max_model_len": 0}]}, None),
+        ({"data": [{"id": "m", "max_model_len": 0}]}, None),
         ({"data": []}, None),
-        ({"data": [{"max_model_len": "x"}]}, None),
+        ({"data": [{"id": "m", "max_model_len": "x"}]}, None),
         ([], None),
         (msgspec.Raw(b"\xff"), None),
     ],
 )
 def test_a_context_is_read_where_one_is_told(answer: object, tokens: int | None) -> None:
-    assert context_of(msgspec.json.encode(answer)) == tokens
+    contexts, up = Contexts(), WorkerUp("r0", "http://r0")
+    assert contexts.is_due(up, 5.0)
+    contexts.answered(up, 200, msgspec.json.encode(answer), 5.0)
+    contexts.reckon({"r0": up})
+    assert (contexts.tokens("m"), contexts.is_due(up, 6.0)) == (tokens, False)

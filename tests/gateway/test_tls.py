@@ -46,7 +46,9 @@ async def test_a_replica_is_believed_by_its_authority(certificates: Certificates
     async def ask(context: ssl.SSLContext | None, host: str = "127.0.0.1") -> bytes:
         connections = Connections(5.0, 30.0, context)
         try:
-            async with connections.post(f"https://{host}:{port}", "/generate", {}, b"what") as answer:
+            async with connections.request(
+                "POST", f"https://{host}:{port}", "/generate", {}, b"what"
+            ) as answer:
                 return await answer.read()
         finally:
             connections.close()

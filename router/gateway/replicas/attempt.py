@@ -145,7 +145,7 @@ class Attempt:
         patience_s = max(0.0, self._patient_until_s - time.monotonic())
         self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body, patience_s)
         # A replica that falls silent is given up at once, wherever in here its answer is waited for.
-        with self._replicas.health.while_it_answers(self._place.worker, self._asking.give_up):
+        with self._replicas.while_it_answers(self._place.worker, self._asking.give_up):
             async with self._asking as answer:
                 if answer.status in TURNED_AWAY:
                     self._may_be_working = False
@@ -221,7 +221,7 @@ class Attempt:
     def _lost(self, error: OSError) -> Failed:
         if isinstance(error, NotConnected):
             self._may_be_working = False
-            self._replicas.health.refused_request(self._place.worker)
+            self._replicas.refused_request(self._place.worker)
         was_sent = self._asking is not None and self._asking.was_sent
         self._has_ended_it = was_sent and not self._replicas.health.is_leaving(self._place.worker)
         fell_silent = isinstance(error, TimeoutError) and was_sent and self.first_s is None

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 client for replicas: POST a body, read the answer as it comes. httptools parses; connections are kept.
+"""An HTTP/1.1 client for replicas: the answer is read as it comes. httptools parses; connections are kept.
 
 Why not aiohttp's client: it takes 159 µs of CPU for a request and its answer where this one takes 51 µs, and 491 µs
 against 320 µs for a stream of 64 events (medians of 25 runs of each, in turn, in one process). Through the whole
@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
 
 
 class Asking:
-    """A request from `Connections.post`: `async with` sends it and gives the connection with its answer."""
+    """A request from `Connections.request`: `async with` sends it and gives the connection with its answer."""
 
     def __init__(self, connections: "Connections", origin: Origin, request: bytes, patience_s: float) -> None:
         self._connections = connections
@@ -296,8 +296,21 @@ class Connections:
         self._origins: dict[str, tuple[Origin, bytes]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
 
-    def post(
-        self, base: str, path: str, headers: Mapping[str, str], body: bytes, patience_s: float = 0.0
+    async def get(
+        self, base: str, path: str, headers: Mapping[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
+        """Status and body of an answer. Raises OSError, TimeoutError among these."""
+        async with asyncio.timeout(timeout_s), self.request("GET", base, path, headers) as answer:
+            return answer.status, await answer.read()
+
+    def request(
+        self,
+        method: str,
+        base: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        patience_s: float = 0.0,
     ) -> Asking:
         """A request for `async with`: `body` goes to `path` below the URL `base`. The replica may be silent for
         `patience_s` longer before it begins to answer.
@@ -307,7 +320,7 @@ class Connections:
         origin, prefix = self._origins.get(base) or self._learn(base)
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f" HTTP/1.1\r\nhost: {origin.name}\r\n{lines}content-length: {len(body)}\r\n\r\n"
-        request = b"".join((b"POST ", prefix, path.encode(), head.encode(), body))
+        request = b"".join((method.encode(), b" ", prefix, path.encode(), head.encode(), body))
         return Asking(self, origin, request, patience_s)
 
     def take(self, origin: Origin) -> Connection | None:

@@ -1,4 +1,5 @@
-"""Health checks: `Health` asks `GET /ready` of every worker, and is a `Watch`, which decides which are healthy.
+"""What replicas say of themselves at `GET /ready` and `GET /v1/models`: which are well, and how long a prompt may be.
+Pure; `pool` asks.
 
 Rule. A worker is sick
 - when it refuses two connections in a row;
@@ -14,18 +15,13 @@ take `FORWARD_TIMEOUTS` times as long, for example a long prefill on a CPU. Leak
 its scheduler (an engine without the overlay) counts as well as long as it answers.
 """
 
-import asyncio
-import logging
-import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from router.events import WorkerUp
+from router.models import meant
 from router.silence import ActiveClock
-
-log = logging.getLogger("gateway")
 
 INTERVAL_S = 1.0
 """Between two health checks of a worker, and between two decisions."""
@@ -141,91 +137,64 @@ class Watch:
         return self.silent - before
 
 
-GiveUp = Callable[[TimeoutError], None]
-"""Fails a request that waits for a worker, with this error."""
-
-Get = Callable[..., Awaitable[tuple[int, bytes]]]
-"""`Replicas.get`."""
+ASK_AGAIN_S = 60.0
+"""A replica may have been replaced by another server at the same address."""
 
 
-class Health(Watch):
-    """Asks the workers, and gives up what is in flight at those that fall silent. Belongs to one event loop."""
+class _Model(msgspec.Struct):
+    id: str = ""
+    max_model_len: int | None = None
 
-    def __init__(
-        self,
-        timeout_s: float,
-        workers: Callable[[], Mapping[str, WorkerUp]],
-        get: Get,
-        changed: Callable[[], None],
-    ) -> None:
-        """`workers` are those to ask; `changed` is called when one falls sick or recovers."""
-        super().__init__(timeout_s)
-        self._workers = workers
-        self._get = get
-        self._changed = changed
-        self._was_well: dict[str, bool] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
-        self._open: dict[str, set[GiveUp]] = {}
-        """The requests that wait for each worker."""
 
-    def sick(self) -> list[str]:
-        return [name for name in self._workers() if not self.is_well(name)]
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
 
-    def refused_request(self, worker: str) -> None:
-        if worker in self._workers():
-            self.refused(worker, time.monotonic())
-            self._compare()
 
-    @contextmanager
-    def while_it_answers(self, worker: str, give_up: GiveUp) -> Iterator[None]:
-        """Calls `give_up` if `worker` falls silent meanwhile. Raises TimeoutError if it already is."""
-        if worker in self.silent:
-            raise TimeoutError(f"{worker} does not answer")
-        waiting = self._open.setdefault(worker, set())
-        waiting.add(give_up)
-        try:
-            yield
-        finally:
-            waiting.discard(give_up)
+def models_in(answer: bytes) -> list[_Model]:
+    """Those that an answer of `GET /v1/models` names."""
+    try:
+        return [one for one in msgspec.json.decode(answer, type=_Models).data if one.id]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return []
 
-    async def run(self) -> None:
-        try:
-            while True:
-                workers = self._workers()
-                for worker in self.decide(workers, time.monotonic()):
-                    how = "answers, but its scheduler hangs" if self.hangs(worker) else "is silent"
-                    log.warning(
-                        "worker %s %s, for more than %g s: it is given up", worker, how, self._timeout_s
-                    )
-                    for give_up in list(self._open.get(worker, ())):
-                        give_up(TimeoutError(f"{worker} does not answer"))
-                self._open = {name: waiting for name, waiting in self._open.items() if waiting}
-                self._compare()
-                for name, up in workers.items():
-                    if name not in self._asking:
-                        self._asking[name] = asyncio.create_task(self._ask(up))
-                await asyncio.sleep(INTERVAL_S)
-        finally:
-            for task in list(self._asking.values()):
-                task.cancel()
 
-    async def _ask(self, up: WorkerUp) -> None:
-        try:
-            status, body = await self._get(up.url, "/ready", self._timeout_s)
-            self.answered(up.worker, status != 503, time.monotonic(), Liveness.read(body))
-        except TimeoutError:
-            pass  # silence: `decide` notices
-        except OSError:
-            self.refused(up.worker, time.monotonic())
-        finally:
-            del self._asking[up.worker]
-        self._compare()
+class Contexts:
+    """How long a prompt may be, by model.
 
-    def _compare(self) -> None:
-        well = {name: self.is_well(name) for name in self._workers()}
-        changed = {name for name, one in well.items() if one is not self._was_well.get(name, True)}
-        for name in sorted(changed):
-            log.warning("worker %s %s", name, "answers again" if well[name] else "does not answer")
-        self._was_well = well
-        if changed:
-            self._changed()
+    A replica refuses a prompt that is too long only after its HTTP process has tokenized all of it, and it answers
+    nobody meanwhile. So the gateway refuses it first. The longest context of all replicas of the model is the limit,
+    because it is not known yet which of them will serve. If any of these does not say, there is no limit, and the
+    replicas judge."""
+
+    def __init__(self) -> None:
+        self._models: frozenset[str] = frozenset()
+        self._limits: dict[str | None, int | None] = {}
+        self._answers: dict[tuple[str, str], tuple[float, int]] = {}
+        """By name and address of a replica: when it answered, and its longest context; 0: it does not say."""
+
+    def tokens(self, model: str) -> int | None:
+        """The limit for prompts of `model`; None if there is none."""
+        return self._limits.get(meant(model, self._models))
+
+    def is_due(self, up: WorkerUp, now_s: float) -> bool:
+        """Whether to ask it for its models: at once, and now and then."""
+        answered_s, _ = self._answers.get((up.worker, up.url), (float("-inf"), 0))
+        return now_s - answered_s >= ASK_AGAIN_S
+
+    def answered(self, up: WorkerUp, status: int, body: bytes, now_s: float) -> None:
+        found = models_in(body) if status == 200 else ()
+        longest = max((one.max_model_len or 0 for one in found), default=0)
+        self._answers[up.worker, up.url] = now_s, longest
+
+    def reckon(self, workers: Mapping[str, WorkerUp]) -> None:
+        """The limits that follow for these workers."""
+        self._models = frozenset(
+            model for up in workers.values() for model in (*up.models, up.loaded) if model
+        )
+        known = {(name, up.url): up for name, up in workers.items()}
+        self._answers = {one: answer for one, answer in self._answers.items() if one in known}
+        each: dict[str | None, list[int]] = {}
+        for one, (_, tokens) in self._answers.items():
+            for model in known[one].models or (known[one].loaded,):
+                each.setdefault(meant(model, self._models), []).append(tokens)
+        self._limits = {model: max(found) if min(found) > 0 else None for model, found in each.items()}
