@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from router.client import RouterGone
 from router.events import Arrive, Due, Place, Refuse, Suspicion
@@ -16,10 +16,10 @@ from router.gateway.access.directory import Known
 from router.gateway.answer.reply import Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import DONE, error_event
+from router.gateway.attempt import Attempt, Leg
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.record import Exchange, Try
-from router.gateway.replicas.attempt import Attempt
 from router.gateway.replicas.retries import MAX_ENDED, Failed, Retries
 from router.gateway.request.call import Call
 from router.gateway.request.intake import MAX_ROUTED_TOKENS
@@ -42,15 +42,6 @@ Outcome = Literal["ok", "refused", "failed", "left"]
 
 LARGE_BYTES = 1 << 18
 """A request of this size gets no second replica when the first falls silent: its size alone may be the cause."""
-
-
-class _Leg(NamedTuple):
-    """What the next replica is asked for: the request, or what is left of it."""
-
-    call: Call
-    tokens: bytes
-    """Its prompt, for the router."""
-    waiting_since_s: float
 
 
 class Serving:
@@ -115,33 +106,48 @@ class Serving:
         """Makes attempts until the client has an outcome; `tokens` are the request's. Raises `ApiError` while it has
         nothing."""
         reply, resumable = self._reply, self._resumable
-        leg = _Leg(self._call, tokens, self._row.came_s)
-        failed = await self._tried(leg)
-        while failed is not None:
-            if resumable is not None and reply.started and resumable.is_complete:
-                await reply.end(resumable.closing() + DONE)
-                return "ok"
+        leg, failed = Leg(self._call, tokens, self._row.came_s), None
+        while True:
             try:
-                has_begun = reply.started
-                await asyncio.sleep(
-                    self._retries.after(failed, has_begun=has_begun, can_go_on=resumable is not None)
-                )
+                if failed is not None:
+                    if resumable is not None and reply.started and resumable.is_complete:
+                        await reply.end(resumable.closing() + DONE)
+                        return "ok"
+                    leg = await self._leg_after(failed, leg, tokens)
+                await self._try(leg)
+                return "ok" if reply.status < 400 else "refused" if reply.status < 500 else "failed"
+            except Failed as error:
+                failed = error.with_traceback(None)  # which would keep this frame, and with it the body
             except ApiError as error:
-                await self._give_up(error)
+                self._give_up(error)
+                if not reply.started:
+                    raise
+                await reply.end(error_event(self._call.kind, error, self._next_number))
                 return "failed"
-            if has_begun and resumable is not None:
-                try:
-                    leg = self._rest(resumable, tokens)
-                except Diverged as error:
-                    failed = Failed("mismatch", str(error))
-                    continue
-            else:
-                self._gateway.metrics.count("retries_total")
-            failed = await self._tried(leg)
-        return "ok" if reply.status < 400 else "refused" if reply.status < 500 else "failed"
 
-    async def _give_up(self, error: ApiError) -> None:
-        """No attempt follows: raises `error` while the client has nothing, else ends its stream with it."""
+    async def _leg_after(self, failed: Failed, leg: Leg, tokens: bytes) -> Leg:
+        """What is asked for next, when it is time. Raises `ApiError` if nothing is, `Failed` if nobody can continue the
+        stream."""
+        gateway, resumable, has_begun = self._gateway, self._resumable, self._reply.started
+        await asyncio.sleep(self._retries.after(failed, has_begun=has_begun, can_go_on=resumable is not None))
+        if not has_begun or resumable is None:
+            gateway.metrics.count("retries_total")
+            return leg
+        try:
+            call, prompt = resumable.next_leg(unpack_tokens(tokens), gateway.intake.decoder(self._call))
+        except Diverged as error:
+            raise Failed("mismatch", str(error)) from error
+        if prompt is not None:
+            tokens = pack_tokens(prompt[:MAX_ROUTED_TOKENS])
+        gateway.metrics.count("resumes_total")
+        self._row.resumed += 1
+        now_s = time.monotonic()
+        if self._promise is not None:
+            self._promise = self._promise.renewed(now_s)
+        return Leg(call, tokens, now_s)
+
+    def _give_up(self, error: ApiError) -> None:
+        """Notes that no attempt follows."""
         row, ended = self._row, self._retries.ended
         if len(ended) >= MAX_ENDED:
             log.error(
@@ -151,27 +157,12 @@ class Serving:
                 self._fingerprint,
                 ", ".join(ended),
             )
-        if not self._reply.started:
-            raise error
         row.failed(error.status, f"{error.code or error.status}: {error.message}")
-        await self._reply.end(error_event(self._call.kind, error, self._next_number))
-
-    def _rest(self, resumable: Resumable, tokens: bytes) -> _Leg:
-        """The rest of the stream. Raises `Diverged` if nobody can continue it."""
-        call, prompt = resumable.next_leg(unpack_tokens(tokens), self._gateway.intake.decoder(self._call))
-        if prompt is not None:
-            tokens = pack_tokens(prompt[:MAX_ROUTED_TOKENS])
-        self._gateway.metrics.count("resumes_total")
-        self._row.resumed += 1
-        now_s = time.monotonic()
-        if self._promise is not None:
-            self._promise = self._promise.renewed(now_s)
-        return _Leg(call, tokens, now_s)
 
     # -- one attempt
 
-    async def _tried(self, leg: _Leg) -> Failed | Refuse | None:
-        """Has the leg placed and, if it is, served; None: to its end."""
+    async def _try(self, leg: Leg) -> None:
+        """Has the leg placed and served to its end. Raises `Failed`."""
         gateway, row = self._gateway, self._row
         arrive = self._arrive(leg)
         noted = gateway.record.tried(row, arrive.id)
@@ -179,58 +170,51 @@ class Serving:
         try:
             place = await gateway.link.place(arrive)
             if isinstance(place, Refuse):
-                noted.outcome, noted.reason = "refused", place.reason
-                return place
-            return await self._served(leg, place, noted, traced)
-        except RouterGone as error:
-            noted.outcome, noted.reason = "unplaced", str(error)
-            return Failed("unplaced", str(error))
+                raise Failed("refused", place.reason, refuse=place)
+            await self._served(leg, place, noted, traced)
+            noted.outcome = "ok"
+        except (Failed, RouterGone) as error:
+            failed = error if isinstance(error, Failed) else Failed("unplaced", str(error))
+            noted.outcome = failed.how if failed.how in ("refused", "unplaced") else "failed"
+            noted.reason = failed.reason
+            raise failed from None
         finally:
             noted.ended_s = time.monotonic()
             noted.outcome = noted.outcome or "left"
 
-    async def _served(self, leg: _Leg, place: Place, noted: Try, traced: dict[str, str]) -> Failed | None:
-        """Has a replica serve the leg."""
+    async def _served(self, leg: Leg, place: Place, noted: Try, traced: dict[str, str]) -> None:
+        """Has a replica serve the leg. Raises `Failed`."""
         gateway, row = self._gateway, self._row
         if len(row.tries) == 1:
             self._let_in(place)
         gateway.record.placed(row, noted, place, itself=gateway.fleet.placed_itself(place.id))
-        attempt = self._attempt = Attempt(
-            gateway.replicas,
-            gateway.link,
-            leg.call,
-            place,
-            client=row.client,
-            waiting_since_s=leg.waiting_since_s,
-            progress_interval_s=gateway.settings.progress_interval_s,
-            patient_until_s=self._patient_until_s(),
-            suspicion=Suspicion(row.client, self._fingerprint, len(self._retries.ended) + 1),
-        )
+        suspicion = Suspicion(row.client, self._fingerprint, len(self._retries.ended) + 1)
+        attempt = self._attempt = Attempt(gateway, leg, place, noted, suspicion, self._patience_s())
         if leg.call.stream:
             gateway.cuts[place.id] = partial(self._cut, attempt, leg)
+        headers = {**self._headers, **traced, **self._headers_of(place)}
+        failed = None
         try:
-            headers = {**self._headers, **traced, **self._headers_of(place)}
-            failed = await attempt.run(headers, self._reply, self._resumable)
+            await attempt.run(headers, self._reply, self._resumable)
+        except Failed as error:
+            failed = error
         finally:
             gateway.cuts.pop(place.id, None)
-            noted.first_s = attempt.first_s
             if attempt.usage.cached_tokens is not None:
                 row.cached_tokens = attempt.usage.cached_tokens
-        noted.outcome = "ok" if failed is None else "failed"
-        if failed is None or self._reply.started:
+        if self._reply.started:
             row.output_tokens += attempt.usage.output_tokens
         self._was_taken |= attempt.was_taken
         self._next_number = attempt.next_number
         self._attempt = None
         if failed is not None:
-            noted.reason = failed.reason
             if failed.how == "lost":
                 log.warning(
                     "request %s client=%s worker %s: %s", place.id, row.client, place.worker, failed.reason
                 )
-        return failed
+            raise failed
 
-    def _arrive(self, leg: _Leg) -> Arrive:
+    def _arrive(self, leg: Leg) -> Arrive:
         """What the router is asked."""
         gateway, row, known, part = self._gateway, self._row, self._known, self._part
         now_s = time.monotonic()
@@ -288,7 +272,7 @@ class Serving:
         if self._promise is not None:
             interactions.promise(name, self._promise)
 
-    def _cut(self, attempt: Attempt, leg: _Leg) -> None:
+    def _cut(self, attempt: Attempt, leg: Leg) -> None:
         """Cuts a stream off if nothing of it is lost by that: the client has none of it, or it can go on."""
         if self._reply.started:
             decode = self._gateway.intake.decoder(leg.call)
@@ -297,7 +281,9 @@ class Serving:
         self._gateway.metrics.count("cuts_total")
         attempt.cut()
 
-    def _patient_until_s(self) -> float | None:
+    def _patience_s(self) -> float:
         """Timeouts are made for the first class. Who may be answered later than that may wait longer by so much."""
+        if self._promise is None:
+            return 0.0
         classes = self._gateway.classes
-        return None if self._promise is None else self._promise.due_s - classes.seconds[classes.default]
+        return max(0.0, self._promise.due_s - classes.seconds[classes.default] - time.monotonic())

@@ -1,5 +1,7 @@
 """What follows an attempt that failed: each way of failing, for each thing that a client may have by then."""
 
+from typing import Any
+
 import pytest
 
 from router.events import Refuse
@@ -22,9 +24,11 @@ def lost(worker: str, reason: str = "x", *, is_suspect: bool = False) -> Failed:
     return Failed("lost", reason, worker, is_suspect)
 
 
-def gave_up(
-    retries: Retries, failed: Failed | Refuse, sent: dict[str, bool]
-) -> tuple[int, object, int | None, str]:
+def refused(reason: str, **more: Any) -> Failed:
+    return Failed("refused", reason, refuse=Refuse("x", reason, **more))
+
+
+def gave_up(retries: Retries, failed: Failed, sent: dict[str, bool]) -> tuple[int, object, int | None, str]:
     with pytest.raises(ApiError) as caught:
         retries.after(failed, **sent)
     error, retry_after = caught.value, caught.value.headers.get("retry-after")
@@ -87,7 +91,7 @@ def test_whatever_stops_a_stream_that_has_begun_is_told_in_it() -> None:
         Failed("mismatch", "worker r1: its text is not that of its tokens"),
         Failed("no descriptors", "Too many open files"),
         Failed("unplaced", "no router answers"),
-        Refuse("x", "no worker is up", retry=True),
+        refused("no worker is up", retry=True),
     ):
         retries = Retries(3, 2)
         retries.after(BROKEN, **CONTINUABLE)
@@ -105,15 +109,15 @@ def test_whatever_stops_a_stream_that_has_begun_is_told_in_it() -> None:
     [
         (Failed("no descriptors", "Too many open files"), 503, "overloaded", 1),
         (Failed("unplaced", "no router answers"), 503, "router_unavailable", 1),
-        (Refuse("x", "no worker is up", retry=True), 503, "refused", 1),
-        (Refuse("x", "it can never be served", retry=False), 503, "refused", None),
-        (Refuse("x", "too many wait", retry=True, is_full=True), 429, "overloaded", 1),
-        (Refuse("x", "it was convicted", retry=False, code=KNOWN), 422, KNOWN, None),
-        (Refuse("x", "later", retry=True, code=QUARANTINED, retry_after_s=8.5), 503, QUARANTINED, 9),
+        (refused("no worker is up", retry=True), 503, "refused", 1),
+        (refused("it can never be served", retry=False), 503, "refused", None),
+        (refused("too many wait", retry=True, is_full=True), 429, "overloaded", 1),
+        (refused("it was convicted", retry=False, code=KNOWN), 422, KNOWN, None),
+        (refused("later", retry=True, code=QUARANTINED, retry_after_s=8.5), 503, QUARANTINED, 9),
     ],
 )
 def test_a_client_that_has_nothing_is_told_whose_fault_it_is(
-    failed: Failed | Refuse, status: int, code: str, retry_after_s: int | None
+    failed: Failed, status: int, code: str, retry_after_s: int | None
 ) -> None:
     assert gave_up(Retries(3), failed, NOTHING)[:3] == (status, code, retry_after_s)
 
@@ -121,7 +125,7 @@ def test_a_client_that_has_nothing_is_told_whose_fault_it_is(
 def test_a_router_that_has_nobody_left_to_name_is_not_the_reason() -> None:
     retries = Retries(3)
     retries.after(BROKEN, **NOTHING)
-    status, code, _, message = gave_up(retries, Refuse("x", "no worker", retry=True), NOTHING)
+    status, code, _, message = gave_up(retries, refused("no worker", retry=True), NOTHING)
     assert (status, code) == (502, "no_replica")
     assert message.endswith("tried r0; the last: worker r0: broken pipe")
 

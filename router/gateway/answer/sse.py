@@ -146,6 +146,7 @@ class Stream(Events):
         """Events so far: an estimate of the output tokens until a usage comes."""
         self.ended = False
         """[DONE] has passed: the response is complete."""
+        self.next_number = 0
         self.rids: set[str] = set()
         """Ids that the replica gave to the samples of a request with n > 1."""
         self._kind = call.kind

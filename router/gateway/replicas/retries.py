@@ -16,7 +16,6 @@
 A stream that lacks its [DONE] alone is ended with it, whatever has failed. Pure: no clocks, no I/O.
 """
 
-from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
@@ -37,7 +36,7 @@ MAX_MISDIRECTED = 8
 MISDIRECTED_S = 0.05
 """Before the router is asked again; twice as long each time."""
 
-How = Literal["lost", "misdirected", "cut", "mismatch", "no descriptors", "unplaced"]
+How = Literal["lost", "misdirected", "cut", "mismatch", "no descriptors", "refused", "unplaced"]
 """How an attempt fails.
 
     lost             the replica did not answer to the end; another one may
@@ -45,23 +44,28 @@ How = Literal["lost", "misdirected", "cut", "mismatch", "no descriptors", "unpla
     cut              the router has had it cut, because the replica is to load another model. It can be continued
     mismatch         a replica cannot continue what the client has read, or began to continue it in other words
     no descriptors   this process may open no more files, so it could not connect. No fault of the replica
+    refused          a router refuses it
     unplaced         no router answers, and the gateway knows no replica that does
 """
 
 
-@dataclass(frozen=True)
-class Failed:
-    """How an attempt failed.
+class Failed(Exception):
+    """An attempt failed."""
 
-    `is_suspect`: the replica had the request when its connection broke or it fell silent, so the request may be the
-    reason. `fell_silent`: nothing came from it for too long, and nothing had come before.
-    """
-
-    how: How
-    reason: str = ""
-    worker: str = ""
-    is_suspect: bool = False
-    fell_silent: bool = False
+    def __init__(
+        self,
+        how: How,
+        reason: str = "",
+        worker: str = "",
+        is_suspect: bool = False,
+        fell_silent: bool = False,
+        refuse: Refuse | None = None,
+    ) -> None:
+        """`is_suspect`: the replica had the request when its connection broke or it fell silent, so the request may be
+        the reason. `fell_silent`: nothing came from it for too long, and nothing had come before."""
+        super().__init__(how, reason)
+        self.how, self.reason, self.worker = how, reason, worker
+        self.is_suspect, self.fell_silent, self.refuse = is_suspect, fell_silent, refuse
 
 
 class Retries:
@@ -78,7 +82,7 @@ class Retries:
         self._misdirections_left = MAX_MISDIRECTED
         self._reason = ""
 
-    def after(self, failed: Failed | Refuse, *, has_begun: bool, can_go_on: bool = False) -> float:
+    def after(self, failed: Failed, *, has_begun: bool, can_go_on: bool = False) -> float:
         """Seconds after which another attempt is to be made. `has_begun`: the client has the beginning of an answer,
         which another replica can continue, or cannot.
 
@@ -91,30 +95,29 @@ class Retries:
             raise error
         return wait_s
 
-    def _judged(self, failed: Failed | Refuse, has_begun: bool) -> tuple[float, ApiError | None]:
-        match failed:
-            case Refuse():
-                # After a loss the router has nobody left to name: the loss is the better explanation.
-                is_better = self.excluded and failed.code not in REFUSED
-                return 0.0, self._no_replica() if is_better else _refusal(failed)
-            case Failed("unplaced"):
-                return 0.0, ApiError(
-                    503, failed.reason, code="router_unavailable", retry_after_s=RETRY_AFTER_S
-                )
-            case Failed("no descriptors"):
+    def _judged(self, failed: Failed, has_begun: bool) -> tuple[float, ApiError | None]:
+        if failed.refuse is not None:
+            # After a loss the router has nobody left to name: the loss is the better explanation.
+            is_better = self.excluded and failed.refuse.code not in REFUSED
+            return 0.0, self._no_replica() if is_better else _refusal(failed.refuse)
+        error: ApiError | None = None
+        match failed.how:
+            case "unplaced":
+                error = ApiError(503, failed.reason, code="router_unavailable", retry_after_s=RETRY_AFTER_S)
+            case "no descriptors":
                 self._reason = failed.reason
                 text = "the gateway has no room for a connection"
-                return 0.0, ApiError(503, text, code="overloaded", retry_after_s=RETRY_AFTER_S)
-            case Failed("mismatch"):
+                error = ApiError(503, text, code="overloaded", retry_after_s=RETRY_AFTER_S)
+            case "mismatch":
                 self._reason = f"{self._reason}; {failed.reason}"
-                return 0.0, self._no_replica()
-            case Failed("cut"):
-                return 0.0, None
-            case Failed("misdirected") if self._misdirections_left:
+                error = self._no_replica()
+            case "misdirected" if self._misdirections_left:
                 # The router is about to hear what the replica has, so it is asked again, and nobody is excluded.
                 self._misdirections_left -= 1
                 return MISDIRECTED_S * 2.0 ** (MAX_MISDIRECTED - 1 - self._misdirections_left), None
-        return 0.0, self._after_loss(failed, has_begun)
+            case "misdirected" | "lost":
+                error = self._after_loss(failed, has_begun)
+        return 0.0, error
 
     def _after_loss(self, lost: Failed, has_begun: bool) -> ApiError | None:
         self._reason = f"worker {lost.worker}: {lost.reason}"

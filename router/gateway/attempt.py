@@ -8,82 +8,72 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from router.events import Done, Place, Progress, Suspicion
 from router.events import Outcome as Ending
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
-from router.gateway.answer.sse import TypedStream, Usage, stream_of, usage_of
+from router.gateway.answer.sse import Usage, stream_of, usage_of
 from router.gateway.clients import header_safe
 from router.gateway.errors import describe, of_replica
+from router.gateway.gateway import Gateway
+from router.gateway.record import Try
 from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
-from router.gateway.replicas.pool import Replicas
-from router.gateway.replicas.retries import Failed, How
+from router.gateway.replicas.retries import Failed
 from router.gateway.request.call import Call
 from router.gateway.request.kinds import PATHS, style_of
-from router.gateway.routing.links import Links
 from sglang_fair.common.swapping import MISDIRECTED
 
 log = logging.getLogger("gateway")
 
-
-TURNED_AWAY: Mapping[int, tuple[How, str]] = {
-    MISDIRECTED: ("misdirected", "it has another model"),
-    503: ("lost", "it answered 503"),
-    401: ("lost", "it does not accept this gateway's key"),  # a client's stays here
+TURNED_AWAY: Mapping[int, Failed] = {
+    MISDIRECTED: Failed("misdirected", "it has another model"),
+    503: Failed("lost", "it answered 503"),
+    401: Failed("lost", "it does not accept this gateway's key"),  # a client's stays here
 }
 """What a status means with which a replica takes nothing on."""
 
 
-class _Ended(Exception):
-    """The attempt fails."""
+class Leg(NamedTuple):
+    """What a replica is asked for: the request, or what is left of it."""
 
-    def __init__(self, how: How, reason: str = "") -> None:
-        super().__init__(reason)
-        self.how, self.reason = how, reason
+    call: Call
+    tokens: bytes
+    """Its prompt, for the router."""
+    waiting_since_s: float
+    """When its client began to wait, on the monotonic clock; the time to first token counts from it."""
 
 
 class Attempt:
     """`run` it once."""
 
     def __init__(
-        self,
-        replicas: Replicas,
-        links: Links,
-        call: Call,
-        place: Place,
-        *,
-        client: str,
-        waiting_since_s: float,
-        progress_interval_s: float,
-        patient_until_s: float | None = None,
-        suspicion: Suspicion | None = None,
+        self, gateway: Gateway, leg: Leg, place: Place, noted: Try, suspicion: Suspicion, patience_s: float
     ) -> None:
-        """`suspicion` is what the router is told if the replica ends with the request. `waiting_since_s` is
-        when the client began to wait, on the monotonic clock; the time to first token counts from it. Until
-        `patient_until_s` the replica may be silent beyond all timeouts, because of its queue."""
-        self._replicas = replicas
-        self._links = links
-        self._call = call
+        """`suspicion` is what the router is told if the replica ends with the request. For `patience_s` the replica may
+        be silent beyond all timeouts, because of its queue."""
+        self._replicas = gateway.replicas
+        self._links = gateway.link
+        self._progress_interval_s = gateway.settings.progress_interval_s
+        self._leg = leg
+        self._call = leg.call
         self._place = place
-        self._client = client
-        self._url = place.url.rstrip("/")
-        self._waiting_since_s = waiting_since_s
-        self._patient_until_s = 0.0 if patient_until_s is None else patient_until_s
-        self._progress_interval_s = progress_interval_s
+        self._noted = noted
         self._suspicion = suspicion
+        self._patience_s = patience_s
+        self._url = place.url.rstrip("/")
         self._has_ended_it = False
         """The replica has ended, with the request in its hands."""
-        self._stream = stream_of(call)
+        self._stream = stream_of(leg.call)
         self._asking: Asking | None = None
         self._may_be_working = False
         """The replica has, or may have, the request and has not finished it."""
         self._is_cut = self._was_accepted = self._is_whole = False
         self._ended: Usage | None = None
         """What it came to. The router has been told."""
-        self.first_s: float | None = None
-        """When the first piece of a streamed answer came, on the monotonic clock; `_last_s`, when the latest."""
-        self._last_s = waiting_since_s
+        self._last_s = leg.waiting_since_s
+        """When the latest piece of a streamed answer came."""
 
     @property
     def usage(self) -> Usage:
@@ -92,7 +82,7 @@ class Attempt:
     @property
     def next_number(self) -> int:
         """Of the event that would follow, in a stream that numbers its events."""
-        return self._stream.next_number if isinstance(self._stream, TypedStream) else 0
+        return self._stream.next_number
 
     @property
     def was_taken(self) -> bool:
@@ -110,52 +100,49 @@ class Attempt:
         """Ends the attempt as cut off, unless the answer is complete. For one that can be continued."""
         self._is_cut = True
         if self._asking is not None:
-            self._asking.give_up(_Ended("cut"))
+            self._asking.give_up(Failed("cut", worker=self._place.worker))
 
-    async def run(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> Failed | None:
-        """Has the replica serve the request and passes its answer on; None: the client has it whole. Raises
+    async def run(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> None:
+        """Has the replica serve the request and passes its answer on. Raises `Failed` if the client has it not whole,
         `ClientGone` if the client leaves."""
         worker = self._place.worker
         try:
             await self._carry(headers, reply, resumable)
-            return None
         except NoDescriptors as error:
             self._may_be_working = False
-            return Failed("no descriptors", str(error))
-        except _Ended as error:
-            return Failed(error.how, error.reason, worker)
+            raise Failed("no descriptors", str(error)) from error
         except OSError as error:
-            return Failed("cut", worker=worker) if self._is_cut else self._lost(error)
+            raise self._lost(error) from error
         except Diverged as error:
-            return Failed("mismatch", f"worker {worker}: {error}")
+            raise Failed("mismatch", f"worker {worker}: {error}") from error
         except (ClientGone, asyncio.CancelledError):
             self._settle("aborted", self._stream.usage)
             raise
         finally:
             if self._ended is None:
-                self._settle("failed" if self.first_s is None else "aborted", self._usage(resumable))
+                self._settle("failed" if self._noted.first_s is None else "aborted", self._usage(resumable))
             if self._may_be_working:
                 rids = self._call.rids(self._place.id) + tuple(sorted(self._stream.rids))
                 self._replicas.cancel_work(self._url, rids)
 
     async def _carry(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> None:
-        await self._replicas.window(self._url).reserve(self._client, len(self._call.encoded))
+        client, worker = self._suspicion.client, self._place.worker
+        await self._replicas.window(self._url).reserve(client, len(self._call.encoded))
         self._may_be_working = True
         body = self._call.forwarded(self._place.id)
-        patience_s = max(0.0, self._patient_until_s - time.monotonic())
-        self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body, patience_s)
+        self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body, self._patience_s)
         # A replica that falls silent is given up at once, wherever in here its answer is waited for.
-        with self._replicas.while_it_answers(self._place.worker, self._asking.give_up):
+        with self._replicas.while_it_answers(worker, self._asking.give_up):
             async with self._asking as answer:
-                if answer.status in TURNED_AWAY:
+                if (failed := TURNED_AWAY.get(answer.status)) is not None:
                     self._may_be_working = False
-                    raise _Ended(*TURNED_AWAY[answer.status])
+                    raise Failed(failed.how, failed.reason, worker)
                 self._was_accepted = True
                 kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if answer.status == 200 and kind == "text/event-stream":
                     await self._pass_stream(answer, reply, resumable)
                 elif reply.started:
-                    raise _Ended("lost", f"it answered {answer.status} to the rest of a stream")
+                    raise Failed("lost", f"it answered {answer.status} to the rest of a stream", worker)
                 else:
                     await self._pass_whole(answer, reply)
                 self._may_be_working = False
@@ -170,7 +157,7 @@ class Attempt:
             log.warning(
                 "request %s client=%s worker=%s: it answered %d",
                 self._place.id,
-                self._client,
+                self._suspicion.client,
                 self._place.worker,
                 answer.status,
             )
@@ -181,7 +168,7 @@ class Attempt:
         await reply.end(body)
 
     async def _pass_stream(self, answer: Connection, reply: Reply, resumable: Resumable | None) -> None:
-        stream = self._stream
+        stream, place = self._stream, self._place
         reported_s = time.monotonic()
         try:
             while not self._is_cut and (chunk := await answer.piece()):
@@ -189,17 +176,16 @@ class Attempt:
                 if not events:
                     continue
                 self._last_s = time.monotonic()
-                self._replicas.health.heard(self._place.worker, self._last_s)
-                if self.first_s is None:
-                    self.first_s = self._last_s
-                    if self._place.on_trial:
-                        self._links.progress(Progress(self._place.id, max(1, stream.usage.output_tokens)))
+                self._replicas.health.heard(place.worker, self._last_s)
+                if self._noted.first_s is None:
+                    self._noted.first_s = self._last_s
+                    if place.on_trial:
+                        self._links.progress(Progress(place.id, max(1, stream.usage.output_tokens)))
                     if not reply.started:
-                        headers = self._headers(answer) | {"cache-control": "no-cache"}
-                        await reply.start(200, headers)
+                        await reply.start(200, self._headers(answer) | {"cache-control": "no-cache"})
                 if self._progress_interval_s and self._last_s - reported_s >= self._progress_interval_s:
                     reported_s = self._last_s
-                    self._links.progress(Progress(self._place.id, stream.usage.output_tokens))
+                    self._links.progress(Progress(place.id, stream.usage.output_tokens))
                 if stream.ended:
                     self._settle("ok", stream.usage)
                 if resumable is not None:
@@ -208,24 +194,29 @@ class Attempt:
                     await reply.end(events)
                 elif events and not reply.ended:
                     await reply.piece(events)
-            if self._is_cut and not stream.ended:
-                raise _Ended("cut")
             if not stream.ended:
-                raise Broken("the stream ended without [DONE]")
-        except OSError:
+                raise (
+                    Failed("cut", worker=place.worker)
+                    if self._is_cut
+                    else Broken("the stream ended without [DONE]")
+                )
+        except (OSError, Failed):
             if not stream.ended:  # what breaks after [DONE] does not matter
                 raise
         if not reply.ended:
             await reply.end()
 
     def _lost(self, error: OSError) -> Failed:
+        worker = self._place.worker
+        if self._is_cut:
+            return Failed("cut", worker=worker)
         if isinstance(error, NotConnected):
             self._may_be_working = False
-            self._replicas.refused_request(self._place.worker)
+            self._replicas.refused_request(worker)
         was_sent = self._asking is not None and self._asking.was_sent
-        self._has_ended_it = was_sent and not self._replicas.health.is_leaving(self._place.worker)
-        fell_silent = isinstance(error, TimeoutError) and was_sent and self.first_s is None
-        return Failed("lost", describe(error), self._place.worker, self._has_ended_it, fell_silent)
+        self._has_ended_it = was_sent and not self._replicas.health.is_leaving(worker)
+        fell_silent = isinstance(error, TimeoutError) and was_sent and self._noted.first_s is None
+        return Failed("lost", describe(error), worker, self._has_ended_it, fell_silent)
 
     def _usage(self, resumable: Resumable | None) -> Usage:
         """Of an attempt that was cut off: counted by token ids where they are known, else as the stream says."""
@@ -238,11 +229,11 @@ class Attempt:
         if self._ended is not None:
             return
         self._ended = usage
-        ttft_s = tpot_s = None
-        if self.first_s is not None:
-            ttft_s = self.first_s - self._waiting_since_s
+        first_s, ttft_s, tpot_s = self._noted.first_s, None, None
+        if first_s is not None:
+            ttft_s = first_s - self._leg.waiting_since_s
             if usage.output_tokens > 1:
-                tpot_s = (self._last_s - self.first_s) / (usage.output_tokens - 1)
+                tpot_s = (self._last_s - first_s) / (usage.output_tokens - 1)
         self._links.end(
             Done(
                 self._place.id,
@@ -259,7 +250,7 @@ class Attempt:
         headers = {
             "content-type": answer.headers.get("content-type", "application/json"),
             "x-fair-worker": header_safe(self._place.worker),
-            "x-fair-client": self._client,
+            "x-fair-client": self._suspicion.client,
             "x-fair-request-id": self._place.id,
             "x-fair-matched-tokens": str(self._place.matched_tokens),
         }
