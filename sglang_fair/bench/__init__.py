@@ -4,15 +4,41 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from sglang_fair.common.provenance import machine, versions
-from sglang_fair.settings.commands import Mistake
+from sglang_fair.settings.commands import Mistake, Option, command
 
 Show = Callable[[str], None]
 ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What every bench takes."""
+
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the last line to FILE too.")] = None
+    quick: Annotated[bool, Option("--quick", help="Less of everything: under two minutes.")] = False
+    seed: Annotated[int, Option(help="Of what is drawn.")] = 1
+
+
+OptionsT = TypeVar("OptionsT", bound=BenchOptions)
+
+
+def bench_command(
+    options: type[OptionsT], run: Callable[[OptionsT, Show], dict[str, Any]]
+) -> Callable[..., int | None]:
+    """The command for `commands.run` that carries out `run`, whose docstring is its help."""
+
+    def act(given: OptionsT) -> None:
+        carry_out(partial(run, given), given.json)
+
+    act.__doc__ = f"{run.__doc__}\n\nProgress goes to stderr. The result is the last line of stdout, as JSON."
+    return command(options, act)
 
 
 def carry_out(
@@ -64,17 +90,20 @@ def conditions(seed: int) -> dict[str, Any]:
     return {"seed": seed, "versions": versions(), "machine": machine(), "at": at}
 
 
-def grid(rows: Sequence[Any], label: str, columns: Sequence[str], cell: Callable[[Any], str]) -> str:
+def grid(
+    rows: Sequence[Mapping[str, Any]],
+    label: str,
+    columns: Sequence[str],
+    cell: Callable[[Mapping[str, Any]], str],
+) -> str:
     """A line for each `label` of the rows, and a column for each combination of their numbers `columns`."""
-    heads = sorted({tuple(getattr(row, name) for name in columns) for row in rows})
+    heads = sorted({tuple(row[name] for name in columns) for row in rows})
     lines = [
         f"{name.replace('_', ' '):18}" + "".join(f"{head[place]:>24,}" for head in heads)
         for place, name in enumerate(columns)
     ]
-    for value in dict.fromkeys(getattr(row, label) for row in rows):
-        found = {
-            tuple(getattr(row, name) for name in columns): row for row in rows if getattr(row, label) == value
-        }
+    for value in dict.fromkeys(row[label] for row in rows):
+        found = {tuple(row[name] for name in columns): row for row in rows if row[label] == value}
         cells = (cell(found[head]) if head in found else "-" for head in heads)
         lines.append(f"{value:18}" + "".join(f"{text:>24}" for text in cells))
     return "\n".join(lines)

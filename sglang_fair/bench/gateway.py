@@ -20,15 +20,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
-from sglang_fair.bench import Show, carry_out, conditions
+from sglang_fair.bench import BenchOptions, Show, bench_command, conditions
 from sglang_fair.bench.children import Children, cost, free_ports, until_served
 from sglang_fair.bench.instant import MODEL, STREAM_TOKENS
 from sglang_fair.models.catalog import find
-from sglang_fair.settings.commands import Mistake, Option
+from sglang_fair.settings.commands import Option
 from sglang_fair.settings.commands import run as run_command
 
 PATH = "/v1/completions"
@@ -54,6 +55,14 @@ function done(summary, latency)
     latency:percentile(50.0), latency:percentile(99.0)))
 end
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions(BenchOptions):
+    seconds: Annotated[float | None, Option(min=1, help="Length of each run (5; with --quick 2).")] = None
+    rounds: Annotated[int | None, Option(min=1, help="How often it is measured (3; with --quick once).")] = (
+        None
+    )
 
 
 def write_bodies(file: Path, seed: int, *, stream: bool) -> None:
@@ -141,42 +150,27 @@ class Setting:
         }
 
 
-def run(seconds: float, rounds: int, seed: int, show: Show) -> dict[str, Any]:
-    """`row` has the medians. Raises `children.DidNotStart` and ValueError."""
-    children, found, given = Children(), list[dict[str, float]](), conditions(seed)
+def run(given: GatewayOptions, show: Show) -> dict[str, Any]:
+    """Measure what the gateway adds to a request, in front of an engine that answers at once."""
+    if shutil.which("wrk") is None:
+        raise ValueError("wrk is not installed, which makes the load: apt install wrk")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    seconds = given.seconds or (2 if given.quick else 5)
+    rounds = given.rounds or (1 if given.quick else 3)
+    children, found, made = Children(), list[dict[str, float]](), conditions(given.seed)
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
         try:
             setting = Setting(children)
             for number in range(rounds):
-                found.append(setting.measure(Path(folder), seed + number, seconds))
+                found.append(setting.measure(Path(folder), given.seed + number, seconds))
                 show(f"round {number + 1}: {found[-1]}")
         finally:
             children.close()
     row = {name: statistics.median(one[name] for one in found) for name in found[0]}
-    return {"bench": "gateway", **given, "rounds": rounds, "seconds": seconds, "row": row}
+    return {"bench": "gateway", **made, "rounds": rounds, "seconds": seconds, "row": row}
 
 
-def main(
-    file: Annotated[
-        Path | None, Option("--json", metavar="FILE", help="Write the last line to FILE, too.")
-    ] = None,
-    quick: Annotated[bool, Option("--quick", help="One round of short runs.")] = False,
-    seconds: Annotated[float | None, Option(min=1, help="Length of each run (5; with --quick 2).")] = None,
-    rounds: Annotated[
-        int | None, Option(min=1, help="How often it is measured (3; with --quick once).")
-    ] = None,
-    seed: Annotated[int, Option(help="Of the prompts.")] = 1,
-) -> None:
-    """Measure what the gateway adds to a request, in front of an engine that answers at once.
-
-    Progress goes to stderr; the result is the last line of stdout.
-    """
-    if shutil.which("wrk") is None:
-        raise Mistake("wrk is not installed, which makes the load: apt install wrk")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    carry_out(
-        lambda show: run(seconds or (2 if quick else 5), rounds or (1 if quick else 3), seed, show), file
-    )
+main = bench_command(GatewayOptions, run)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     sglang-fair bench queue [--quick] [--json FILE]
 
-Everything runs in one process and one thread, on the pure placements `deadline` and `qlm`, called as the router's core
-calls them; what a prompt matches costs nothing here. All times are CPU time, with `--requests` of a hundred clients
-waiting for `WORKERS` full workers of `MODELS` models; the garbage collector is set as in the router's own process.
+The placements `deadline` and `qlm` are called as the router's core calls them; what a prompt matches costs nothing.
+Times are CPU time, with `--requests` of a hundred clients waiting for `WORKERS` full workers of `MODELS` models; the
+garbage collector is set as in the router's own process.
 
 * arrive_us: a request comes to wait. pull_us: a worker with room gets its next one. end_us: one is over
 * look_ms: a look of `deadline` at all models, of which there is one each half second. plans: of `qlm`, of groups of
@@ -18,21 +18,19 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar, cast
 
 from router.placement import build
-from router.placement.contract import Ended, Equipment, Request
+from router.placement.contract import Ended, Equipment, Request, WorkerView
 from router.placement.deadline.rule import Deadline
 from router.placement.qlm.problem import Demand, Problem, Queue, edf, worth
 from router.placement.qlm.search import plan
 from router.process import collect_young_only
 from router.radix import Match
-from sglang_fair.bench import Show, carry_out, percentile
+from sglang_fair.bench import BenchOptions, Show, bench_command, conditions, percentile
 from sglang_fair.common.deadlines import DEFAULT_CLASSES, Promise
-from sglang_fair.common.provenance import machine
 from sglang_fair.settings import commands
 from sglang_fair.settings.commands import Option
 
@@ -47,20 +45,17 @@ COUNTED, LOOKS = 2_000, 20
 Answer = TypeVar("Answer")
 
 
-@dataclass(slots=True)
-class View:
-    """A worker as a placement sees it."""
+@dataclass(frozen=True, kw_only=True)
+class QueueOptions(BenchOptions):
+    requests: Annotated[
+        int | None,
+        Option(min=1, metavar="N", help="Requests that wait.", show_default="400000; 40000 if quick"),
+    ] = None
 
-    name: str
-    capacity: float = 1.0
-    load: float = 0.0
-    prefill_tokens: float = 0.0
-    decode_tokens: float = 0.0
-    dispatched: int = 0
-    dispatched_tokens: int = 0
-    prefilled_tokens: int = 0
-    produced_tokens: int = 0
-    overrun_tokens: int = 0
+
+def a_view(name: str) -> Any:
+    """A worker as a placement sees it."""
+    return SimpleNamespace(**{**dict.fromkeys(WorkerView.__annotations__, 0), "name": name, "capacity": 1.0})
 
 
 def a_problem(groups: int, queues: int, seed: int) -> Problem:
@@ -98,7 +93,7 @@ class Site:
 
     def __init__(self, placement: str, seed: int) -> None:
         self.placement = cast(Any, build(placement))
-        self.views = [View(f"w{at:02}") for at in range(WORKERS)]
+        self.views = [a_view(f"w{at:02}") for at in range(WORKERS)]
         self.models = {view.name: f"m{at % MODELS}" for at, view in enumerate(self.views)}
         self.sent: list[tuple[Request, str]] = []
         self.now_s, self._rng, self._count = 0.0, Random(seed), 0
@@ -113,11 +108,8 @@ class Site:
         """The next one."""
         rng, self._count, self.now_s = self._rng, self._count + 1, self.now_s + 1e-3
         slo_class, slo_s = rng.choice(list(DEFAULT_CLASSES.items()))
-        client, model, tokens = (
-            f"client-{rng.randrange(CLIENTS)}",
-            f"m{rng.randrange(MODELS)}",
-            rng.randrange(20, 2_000),
-        )
+        client, model = f"client-{rng.randrange(CLIENTS)}", f"m{rng.randrange(MODELS)}"
+        tokens = rng.randrange(20, 2_000)
         promise = Promise(slo_class, slo_s, self.now_s + 50 * slo_s)
         return Request(f"{self._count:032x}", client, b"", tokens, 0, 300.0, model=model, promise=promise)
 
@@ -191,39 +183,26 @@ def measure(placement: str, requests: int, seed: int) -> dict[str, Any]:
     return {**found, "look_ms": round(max(times["look"]) / 1e3, 2), "bytes_per_request": size}
 
 
-def run(requests: int, seed: int, show: Show) -> dict[str, Any]:
-    """Measures both; the fields of each placement are those of `measure`."""
+def run(given: QueueOptions, show: Show) -> dict[str, Any]:
+    """How long an arrival, a pull and an end take under placements deadline and qlm among many requests that wait."""
     collect_young_only()
-    record: dict[str, Any] = {"bench": "queue", "seed": seed, "requests": requests, "machine": machine()}
-    record["at"] = datetime.now(UTC).isoformat(timespec="seconds")
+    requests = given.requests or (40_000 if given.quick else 400_000)
+    record: dict[str, Any] = {"bench": "queue", **conditions(given.seed), "requests": requests}
     for name in PLACEMENTS:
-        found = record[name] = measure(name, requests, seed)
+        found = record[name] = measure(name, requests, given.seed)
         show(
             f"{name}, {requests:,} wait: p99 of an arrival {found['arrive_us_p99']} µs, of a pull "
             f"{found['pull_us_p99']}, of an end {found['end_us_p99']}; {found['look_ms']} ms for a look; "
             f"{found['bytes_per_request']} bytes each"
         )
-    record["plans"] = [measure_plan(*size, seed) for size in SIZES]
+    record["plans"] = [measure_plan(*size, given.seed) for size in SIZES]
     for one in record["plans"]:
         words = "{groups} groups, {queues} queues: {plan_s} s, late by {late_s:.0f} s (EDF {edf_late_s:.0f})"
         show(words.format(**one))
     return record
 
 
-def main(
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write the last line to FILE too.")] = None,
-    quick: Annotated[bool, Option("--quick", help="A tenth of the requests.")] = False,
-    requests: Annotated[
-        int | None,
-        Option(min=1, metavar="N", help="Requests that wait.", show_default="400000; 40000 if quick"),
-    ] = None,
-    seed: Annotated[int, Option(help="Of the requests.")] = 1,
-) -> None:
-    """How long an arrival, a pull and an end take under placements deadline and qlm among many requests that wait.
-
-    What was measured goes to stderr. The result is the last line of stdout, as JSON.
-    """
-    carry_out(lambda show: run(requests or (40_000 if quick else 400_000), seed, show), json)
+main = bench_command(QueueOptions, run)
 
 
 if __name__ == "__main__":

@@ -2,36 +2,27 @@
 
     sglang-fair bench router [--quick] [--json FILE]
 
-Everything runs in one process and one thread on the router's real core, without sockets: `Router.handle` is
-timed, from an `Arrive` to its `Place`. Decoding and encoding the messages is not part of it.
-
-The tree is built from KV events of `--tree-tokens` tokens, which is also its limit, so every new prompt evicts: 16
-heads of half a prompt for each prompt length, each cached by up to four workers, and below them conversations of
-512 tokens at one worker each. A prompt is one of the heads and as many tokens of its own. Its worker confirms it by
-an event. Four requests per worker are in flight; with each decision the oldest ends. Besides, each of `--outstanding`
-other clients has a short request in flight from beginning to end.
+`Router.handle` is timed in one thread, without sockets and messages' encoding: from an `Arrive` to its `Place`, and the
+`Done`. The tree is built from KV events of `--tree-tokens` tokens, which is also its limit, so every new prompt evicts:
+16 heads of half a prompt for each prompt length, each cached by up to four workers, and below them conversations of 512
+tokens at one worker each. A prompt is one of the heads and as many tokens of its own, which its worker confirms by an
+event. Four requests per worker are in flight; with each decision the oldest ends.
 
 * decisions/s: one over the mean time of a decision and the end of a request together. p50, p99 and max are of the
-  decision alone.
-* event tokens per second: how fast the KV events are taken in that build the tree.
-* bytes per token: how much the process's resident memory grows while the tree is built, over the tokens in it, each
-  counted once however many workers hold it. Block hashes and nodes are included.
-
-Times are CPU time of the thread, of the calls during which no other process took the processor: cold caches after
-that are not the decision's fault. `preempted` counts the other calls. Python's garbage collector is set as in the
-router's own process.
+  decision alone. CPU time of the thread, with the garbage collector set as in the router's own process
+* event tokens per second: how fast the KV events are taken in that build the tree
+* bytes per token: growth of resident memory while the tree is built, over its tokens, each counted once
 """
 
 import gc
 import os
-import resource
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, product, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +32,7 @@ from router.core import Router
 from router.events import Arrive, Done, Event, Load, Place, Stored, WorkerUp
 from router.placement import PLACEMENTS, build
 from router.process import collect_young_only
-from sglang_fair.bench import Show, carry_out, choose, conditions, grid, percentile
+from sglang_fair.bench import BenchOptions, Show, bench_command, choose, conditions, grid, percentile
 from sglang_fair.settings import commands
 from sglang_fair.settings.commands import Numbers, Option, numbers
 
@@ -50,7 +41,6 @@ HEADS = 16
 HOLDERS = 4
 TAIL_TOKENS, ANSWER_TOKENS = 512, 128
 CLIENTS = 100
-CROWD_TOKENS = 64
 IN_FLIGHT_PER_WORKER = 4
 VOCABULARY = 128_000
 DECISIONS_PER_S = 500
@@ -63,11 +53,7 @@ PROMPT_TOKENS, WORKERS = Numbers(1_000, 10_000, 100_000), Numbers(8, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions:
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write the last line to FILE too.")] = None
-    quick: Annotated[bool, Option("--quick", help="A small tree and fewer decisions: under two minutes.")] = (
-        False
-    )
+class RouterOptions(BenchOptions):
     placements: Annotated[str | None, Option(metavar="A,B", help="Only these.", show_default="all")] = None
     prompt_tokens: Annotated[Numbers, numbers("Prompt lengths.")] = PROMPT_TOKENS
     workers: Annotated[Numbers, numbers("Numbers of workers.")] = WORKERS
@@ -81,10 +67,6 @@ class RouterOptions:
             min=1, metavar="N", help="Decisions in a row of the table.", show_default="3000; 500 if quick"
         ),
     ] = None
-    seed: Annotated[int, Option(help="Of the traffic.")] = 1
-    outstanding: Annotated[
-        int, Option(min=0, metavar="N", help="Other clients, each with a request in flight.")
-    ] = 0
 
     def __post_init__(self) -> None:
         if min(self.prompt_tokens) < 4 * PAGE:
@@ -103,23 +85,6 @@ class RouterOptions:
         """Decisions in a row of the table."""
         decisions = self.decisions or (500 if self.quick else 3_000)
         return max(100, min(decisions, 10 * decisions * 1_000 // prompt_tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionTimes:
-    """How long decisions took, in microseconds; `end_us_p50` is of the end of a request."""
-
-    placement: str
-    prompt_tokens: int
-    workers: int
-    decisions_per_s: float
-    us_p50: float
-    us_p99: float
-    us_max: float
-    end_us_p50: float
-    matched_share: float
-    decisions: int
-    preempted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +111,12 @@ class Traffic:
             for worker in head.workers:
                 yield Stored(worker, head.hashes, None, head.tokens, PAGE)
 
-    def conversation(self) -> tuple[Stored, Stored]:
-        """A prompt and its answer below one of the heads."""
+    def conversations(self) -> Iterator[Stored]:
+        """Prompts and their answers below the heads, without end."""
+        while True:
+            yield from self._conversation()
+
+    def _conversation(self) -> tuple[Stored, Stored]:
         head = self._all[int(self._rng.integers(len(self._all)))]
         worker = head.workers[int(self._rng.integers(len(head.workers)))]
         asked, answered = self._hashes(TAIL_TOKENS), self._hashes(ANSWER_TOKENS)
@@ -173,11 +142,6 @@ class Traffic:
             return Stored(place.worker, fresh, head.hashes[-1], tokens, PAGE)
         return Stored(place.worker, head.hashes + fresh, None, arrive.tokens[: pages * 4 * PAGE], PAGE)
 
-    def crowd(self, clients: int) -> Iterator[Arrive]:
-        """A request of each of so many clients."""
-        for number in range(clients):
-            yield Arrive(f"crowd-{number}", f"crowd-{number}", self._tokens(CROWD_TOKENS), 128)
-
     def _head(self, tokens: int) -> Head:
         tokens -= tokens % PAGE
         count = min(HOLDERS, len(self.workers))
@@ -191,87 +155,66 @@ class Traffic:
         return tuple(self._rng.integers(-(2**63), 2**63 - 1, size=tokens // PAGE).tolist())
 
 
-class Clock:
-    """CPU times of calls, in microseconds; only of calls that were not preempted."""
-
-    def __init__(self) -> None:
-        self.cpu_us: list[float] = []
-        self.preempted = 0
-
-    def time(self, call: Callable[[Event, float], Any], event: Event, now_s: float) -> Any:
-        lost, cpu = _times_preempted(), time.thread_time_ns()
-        answer = call(event, now_s)
-        spent = time.thread_time_ns() - cpu
-        if _times_preempted() == lost:
-            self.cpu_us.append(spent / 1e3)
-        else:
-            self.preempted += 1
-        return answer
-
-
 def filled(placement: str, traffic: Traffic, tree_tokens: int) -> tuple[Router, float]:
     """A router whose tree is full, and how many tokens per second of CPU time the events added."""
     router = Router(build(placement), name=placement, page_size=PAGE, max_tree_tokens=tree_tokens)
     for worker in traffic.workers:
         router.handle(WorkerUp(worker, f"http://{worker}", kv=f"tcp://{worker}"), 0.0)
-    clock, tokens = Clock(), 0
-    for head in traffic.heads_stored():
-        clock.time(router.handle, head, 0.0)
-        tokens += len(head.tokens) // 4
-    while router.tree.tokens < tree_tokens - (TAIL_TOKENS + ANSWER_TOKENS):
-        for event in traffic.conversation():
-            clock.time(router.handle, event, 0.0)
-            tokens += len(event.tokens) // 4
-    return router, tokens / (sum(clock.cpu_us) / 1e6)
+    most = tree_tokens - (TAIL_TOKENS + ANSWER_TOKENS)
+    tokens, spent_us = 0, 0.0
+    fits = takewhile(lambda _: router.tree.tokens < most, traffic.conversations())
+    for event in chain(traffic.heads_stored(), fits):
+        spent_us += timed(router, event, 0.0)[1]
+        tokens += len(event.tokens) // 4
+    return router, tokens / (spent_us / 1e6)
+
+
+def timed(router: Router, event: Event, now_s: float) -> tuple[Any, float]:
+    """What the router answers, and the microseconds that this took."""
+    began_ns = time.thread_time_ns()
+    answer = router.handle(event, now_s)
+    return answer, (time.thread_time_ns() - began_ns) / 1e3
 
 
 def measure(
-    router: Router,
-    traffic: Traffic,
-    prompt_tokens: int,
-    *,
-    decisions: int,
-    warm_up: int,
-) -> DecisionTimes:
-    """Times `decisions` decisions, after `warm_up` others."""
-    asked, ended = Clock(), Clock()
+    router: Router, traffic: Traffic, prompt_tokens: int, *, decisions: int, warm_up: int
+) -> dict[str, Any]:
+    """`decisions` decisions in microseconds, after `warm_up` others; `end_us_p50` is of the end of a request."""
+    decided_us, ended_us = list[float](), list[float]()
     flights: deque[str] = deque()
-    matched = tokens = 0
+    matched = 0
     gc.collect()
     for number in range(warm_up + decisions):
         if number == warm_up:
-            asked, ended = Clock(), Clock()
-            matched = tokens = 0
+            decided_us, ended_us, matched = [], [], 0
         now_s = number / DECISIONS_PER_S
         arrive, head = traffic.request(prompt_tokens)
         if number % LOAD_EVERY == 0:
             for worker in traffic.workers:
                 router.handle(Load(worker, FULL_TOKENS, 0, FULL_TOKENS), now_s)
-        ((_, place),) = asked.time(router.handle, arrive, now_s)
+        ((_, place),), took_us = timed(router, arrive, now_s)
         assert isinstance(place, Place), place
+        decided_us.append(took_us)
         matched += place.matched_tokens
-        tokens += prompt_tokens
         router.handle(traffic.confirmation(arrive, head, place), now_s)
         flights.append(arrive.id)
         if len(flights) > IN_FLIGHT_PER_WORKER * len(traffic.workers):
             done = Done(flights.popleft(), 100, 0, "ok", 0.2, 0.02)
-            ended.time(router.handle, done, now_s)
+            ended_us.append(timed(router, done, now_s)[1])
     for request in flights:
         router.handle(Done(request, 100), now_s)
-    mean_us = statistics.fmean(asked.cpu_us) + statistics.fmean(ended.cpu_us or [0.0])
-    return DecisionTimes(
-        placement=str(router.state()["placement"]),
-        prompt_tokens=prompt_tokens,
-        workers=len(traffic.workers),
-        decisions_per_s=round(1e6 / mean_us, 1),
-        us_p50=round(percentile(asked.cpu_us, 50), 2),
-        us_p99=round(percentile(asked.cpu_us, 99), 2),
-        us_max=round(percentile(asked.cpu_us, 100), 2),
-        end_us_p50=round(percentile(ended.cpu_us or [0.0], 50), 2),
-        matched_share=round(matched / tokens, 4),
-        decisions=decisions,
-        preempted=asked.preempted,
-    )
+    ended_us = ended_us or [0.0]
+    parts = {"us_p50": 50, "us_p99": 99, "us_max": 100}
+    return {
+        "placement": str(router.state()["placement"]),
+        "prompt_tokens": prompt_tokens,
+        "workers": len(traffic.workers),
+        "decisions_per_s": round(1e6 / (statistics.fmean(decided_us) + statistics.fmean(ended_us)), 1),
+        **{name: round(percentile(decided_us, percent), 2) for name, percent in parts.items()},
+        "end_us_p50": round(percentile(ended_us, 50), 2),
+        "matched_share": round(matched / (decisions * prompt_tokens), 4),
+        "decisions": decisions,
+    }
 
 
 def bytes_per_token(traffic: Traffic, tree_tokens: int) -> float:
@@ -283,63 +226,43 @@ def bytes_per_token(traffic: Traffic, tree_tokens: int) -> float:
     return round((_resident_bytes() - before) / router.tree.tokens, 2)
 
 
-def table(rows: Sequence[DecisionTimes]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each placement: decisions per second, and p50 / p99 in microseconds."""
     return "decisions/s (p50 / p99 of one, µs)\n" + grid(
         rows,
         "placement",
         ("prompt_tokens", "workers"),
-        lambda row: f"{row.decisions_per_s:,.0f} ({row.us_p50:.0f} / {row.us_p99:.0f})",
+        lambda row: f"{row['decisions_per_s']:,.0f} ({row['us_p50']:.0f} / {row['us_p99']:.0f})",
     )
 
 
-def bench(given: RouterOptions) -> None:
-    """How long one placement decision takes, by placement, prompt length and workers; the tree's events and memory.
-
-    Table and progress go to stderr. The result is the last line of stdout, as JSON.
-    """
-    carry_out(lambda show: run(given, show), given.json)
-
-
 def run(given: RouterOptions, show: Show) -> dict[str, Any]:
-    """Measures everything. `rows` of the result are `DecisionTimes`."""
+    """How long one placement decision takes, by placement, prompt length and workers; the tree's events and memory."""
     record: dict[str, Any] = {
         "bench": "router",
         **conditions(given.seed),
         "tree_tokens": given.size,
         "page_size": PAGE,
         "in_flight_per_worker": IN_FLIGHT_PER_WORKER,
-        "outstanding": given.outstanding,
     }
     first = Traffic(given.seed, given.workers[0], given.prompt_tokens)
     show(f"{(per_token := bytes_per_token(first, given.size))} bytes per token in the tree")
-    rows, rates = list[DecisionTimes](), list[float]()
+    rows, rates = list[dict[str, Any]](), list[float]()
     collect_young_only()
     for workers, placement in product(given.workers, choose(given.placements, PLACEMENTS, "placement")):
         source = Traffic(given.seed, workers, given.prompt_tokens)
         router, rate = filled(placement, source, given.size)
         rates.append(rate)
-        for arrive in source.crowd(given.outstanding):
-            router.handle(arrive, 0.0)
         for tokens in given.prompt_tokens:
             decisions = given.rows(tokens)
             row = measure(router, source, tokens, decisions=decisions, warm_up=max(100, decisions // 5))
             rows.append(row)
             show(
-                f"{placement:18} {workers:>3} workers  {tokens:>7,} tokens  {row.decisions_per_s:>9,.0f}/s  "
-                f"p50 {row.us_p50:.1f} µs, p99 {row.us_p99:.1f}, max {row.us_max:.1f}"
+                f"{placement:18} {workers:>3} workers  {tokens:>7,} tokens  {row['decisions_per_s']:>9,.0f}/s  "
+                f"p50 {row['us_p50']:.1f} µs, p99 {row['us_p99']:.1f}, max {row['us_max']:.1f}"
             )
     show(table(rows))
-    return {
-        **record,
-        "rows": [asdict(row) for row in rows],
-        "bytes_per_token": per_token,
-        "event_tokens_per_s": round(min(rates)),
-    }
-
-
-def _times_preempted() -> int:
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+    return {**record, "rows": rows, "bytes_per_token": per_token, "event_tokens_per_s": round(min(rates))}
 
 
 def _resident_bytes() -> int:
@@ -347,7 +270,7 @@ def _resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-main = commands.command(RouterOptions, bench)
+main = bench_command(RouterOptions, run)
 
 
 if __name__ == "__main__":

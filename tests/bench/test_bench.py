@@ -12,17 +12,13 @@ import pytest
 from sglang_fair.bench import carry_out, gateway, percentile, queue, router
 from sglang_fair.cli import BENCHES
 from sglang_fair.engines.bench import scheduler
-from sglang_fair.engines.bench.scheduler import (
-    Prompts,
-    QueueShape,
-    StepTimes,
-    table,
-)
+from sglang_fair.engines.bench.scheduler import Prompts, QueueShape, table
 from sglang_fair.settings.commands import run
 
 
-def row(policy: str, queued: int, step_ms: float) -> StepTimes:
-    return StepTimes(policy, queued, 10, 1000, "partly", step_ms, 2 * step_ms, 5.0, 0.2, 0.5, 100)
+def row(policy: str, queued: int, step_ms: float) -> dict[str, Any]:
+    shape = {"queued": queued, "clients": 10, "prompt_tokens": 1000}
+    return {"policy": policy, **shape, "step_ms_p50": step_ms, "step_ms_p99": 2 * step_ms, "arrival_us": 5.0}
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_share_their_first_half():

@@ -3,31 +3,27 @@
 import json
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sglang_fair.bench.router import (
-    PAGE,
-    DecisionTimes,
-    Traffic,
-    filled,
-    measure,
-    table,
-)
+from sglang_fair.bench.router import PAGE, Traffic, filled, measure, table
 from sglang_fair.cli import BENCHES
 from tests.support.tree_check import check
 
 LENGTHS = (200, 1_000)
 
 
-def row(placement: str, prompt_tokens: int, rate: float) -> DecisionTimes:
-    return DecisionTimes(placement, prompt_tokens, 8, rate, 10.0, 20.0, 30.0, 5.0, 0.5, 100, 0)
+def row(placement: str, prompt_tokens: int, rate: float) -> dict[str, Any]:
+    times = {"decisions_per_s": rate, "us_p50": 10.0, "us_p99": 20.0}
+    return {"placement": placement, "prompt_tokens": prompt_tokens, "workers": 8, **times}
 
 
 def test_traffic_is_the_same_for_the_same_seed():
     first, again, other = (Traffic(seed, 8, LENGTHS) for seed in (1, 1, 2))
-    drawn = [[traffic.conversation() for _ in range(5)] for traffic in (first, again, other)]
+    drawn = [list(islice(traffic.conversations(), 10)) for traffic in (first, again, other)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert first.request(200) == again.request(200)
 
@@ -54,9 +50,9 @@ def test_the_tree_is_filled_to_its_size_and_decisions_keep_it_there():
     assert router.state()["in_flight"] == 0
     assert router.tree.tokens <= 60_000
     assert router.tree.evicted_tokens > 0
-    assert found.placement == "d2lpm"
-    assert 0 < found.us_p50 <= found.us_p99 <= found.us_max
-    assert 0.2 < found.matched_share < 0.5
+    assert found["placement"] == "d2lpm"
+    assert 0 < found["us_p50"] <= found["us_p99"] <= found["us_max"]
+    assert 0.2 < found["matched_share"] < 0.5
 
 
 def test_the_table_has_a_line_per_placement_and_marks_what_was_not_measured():

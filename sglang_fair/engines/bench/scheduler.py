@@ -26,16 +26,15 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 
-from sglang_fair.bench import Show, carry_out, choose, conditions, grid, percentile
-from sglang_fair.settings.commands import Numbers, Option, command, numbers, run
+from sglang_fair.bench import BenchOptions, Show, bench_command, choose, conditions, grid, percentile
+from sglang_fair.settings.commands import Numbers, Option, numbers, run
 
 PREFIXES = 64
 ADMITTED_PER_STEP = 4
@@ -44,9 +43,7 @@ UNLIMITED = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerOptions:
-    json: Annotated[Path | None, Option(metavar="FILE", help="Write the result to FILE too.")] = None
-    quick: Annotated[bool, Option("--quick", help="Fewer queues and steps: under two minutes.")] = False
+class SchedulerOptions(BenchOptions):
     policies: Annotated[str | None, Option(metavar="A,B", help="Only these (default: all).")] = None
     queued: Annotated[Numbers | None, numbers("Queue lengths.")] = None
     clients: Annotated[Numbers | None, numbers("Numbers of clients.")] = None
@@ -54,7 +51,6 @@ class SchedulerOptions:
     steps: Annotated[
         int | None, Option(metavar="N", min=1, help="Steps per row (default: 300; 100 if quick).")
     ] = None
-    seed: Annotated[int, Option(help="Of prompts and clients.")] = 1
 
     def __post_init__(self) -> None:
         if any(not 64 <= shape.prompt_tokens <= 16_000 for shape in self.shapes):
@@ -95,27 +91,6 @@ class Contender:
     overlay: bool
     options: str = ""
     match_limit: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """One row of the result: what a step costs one policy with one queue.
-
-    Times are per step, `arrival_us` per request; `build_ms_p50` is no part of a step. `cached_tokens_share` is the part
-    of the admitted prompts' tokens that the cache had.
-    """
-
-    policy: str
-    queued: int
-    clients: int
-    prompt_tokens: int
-    cached: str
-    step_ms_p50: float
-    step_ms_p99: float
-    arrival_us: float
-    build_ms_p50: float
-    cached_tokens_share: float
-    steps: int
 
 
 OPTIONS = {"rpm": f"limit={UNLIMITED}"}
@@ -162,8 +137,12 @@ class Prompts:
 
 def measure(
     engine: Any, contender: Contender, shape: QueueShape, *, seed: int, steps: int, limit_s: float
-) -> StepTimes:
-    """Times up to `steps` steps; after `limit_s` seconds it stops early, but not before five steps."""
+) -> dict[str, Any]:
+    """Times of up to `steps` steps: after `limit_s` seconds it stops early, but not before five steps.
+
+    They are per step, `arrival_us` per request; `build_ms_p50` is no part of a step. `cached_tokens_share` is the part
+    of the admitted prompts' tokens that the cache had.
+    """
     engine.use(
         contender.server_name,
         overlay=contender.overlay,
@@ -203,19 +182,17 @@ def measure(
         arrivals_ms += engine.arrive(requests(left))
         arrived += left
     times_ms = [step.order_ms for step in taken]
-    return StepTimes(
-        policy=contender.label,
-        queued=shape.queued,
-        clients=shape.clients,
-        prompt_tokens=shape.prompt_tokens,
-        cached="partly",
-        step_ms_p50=round(statistics.median(times_ms), 4),
-        step_ms_p99=round(percentile(times_ms, 99), 4),
-        arrival_us=round(1e3 * arrivals_ms / max(1, arrived), 2),
-        build_ms_p50=round(statistics.median(step.build_ms for step in taken), 4),
-        cached_tokens_share=round(hits / max(1, tokens), 4),
-        steps=len(taken),
-    )
+    return {
+        "policy": contender.label,
+        **asdict(shape),
+        "cached": "partly",
+        "step_ms_p50": round(statistics.median(times_ms), 4),
+        "step_ms_p99": round(percentile(times_ms, 99), 4),
+        "arrival_us": round(1e3 * arrivals_ms / max(1, arrived), 2),
+        "build_ms_p50": round(statistics.median(step.build_ms for step in taken), 4),
+        "cached_tokens_share": round(hits / max(1, tokens), 4),
+        "steps": len(taken),
+    }
 
 
 def _fill_cache(engine: Any, prompts: Prompts, draw: Iterator[tuple[str, "array[int]"]]) -> None:
@@ -236,7 +213,7 @@ def _turn(engine: Any) -> tuple[Any, int]:
     return step, before - engine.waiting
 
 
-def table(rows: Sequence[StepTimes]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Medians and, in brackets, 99th percentiles: one line for each policy."""
     lines = [
         "step, ms, median (99th percentile)",
@@ -244,27 +221,19 @@ def table(rows: Sequence[StepTimes]) -> str:
             rows,
             "policy",
             ("prompt_tokens", "clients", "queued"),
-            lambda row: f"{row.step_ms_p50:.2f} ({row.step_ms_p99:.2f})",
+            lambda row: f"{row['step_ms_p50']:.2f} ({row['step_ms_p99']:.2f})",
         ),
     ]
     for ours in (True, False):
-        group = [row.arrival_us for row in rows if row.policy.startswith("sglang:") is not ours]
+        group = [row["arrival_us"] for row in rows if row["policy"].startswith("sglang:") is not ours]
         if group:
             name = "with our books" if ours else "stock"
             lines.append(f"one arrival, {name}: {statistics.median(group):.1f} µs")
     return "\n".join(lines)
 
 
-def bench(given: SchedulerOptions) -> None:
-    """Time one scheduling step, by policy, queue length, clients and prompt length.
-
-    Prints a table and its progress on stderr, and the result as JSON in the last line of stdout.
-    """
-    carry_out(lambda show: run_bench(given, show), given.json)
-
-
 def run_bench(given: SchedulerOptions, show: Show) -> dict[str, Any]:
-    """Runs the bench. The result's `rows` have the fields of `StepTimes`."""
+    """Time one scheduling step, by policy, queue length, clients and prompt length."""
     from sglang_fair.engines.bench.one_process import Engine
 
     record: dict[str, Any] = {
@@ -278,21 +247,21 @@ def run_bench(given: SchedulerOptions, show: Show) -> dict[str, Any]:
     chosen = choose(given.policies, known, "policy")
     show("starting SGLang's scheduler")
     engine = Engine(ADMITTED_PER_STEP, given.seed)
-    rows: list[StepTimes] = []
+    rows: list[dict[str, Any]] = []
     steps, limit_s = given.steps or (100 if given.quick else 300), 4.0 if given.quick else 15.0
     for shape, policy in product(given.shapes, chosen):
         row = measure(engine, known[policy], shape, seed=given.seed, steps=steps, limit_s=limit_s)
         rows.append(row)
         show(
             f"{len(rows):3}/{len(given.shapes) * len(chosen)}  {shape.queued:>6,} queued  {shape.clients:>5,} clients"
-            f"  {shape.prompt_tokens:>5,} tokens  {row.policy:18} {row.step_ms_p50:9.3f} ms"
-            f"  (p99 {row.step_ms_p99:.2f}, {row.steps} steps)"
+            f"  {shape.prompt_tokens:>5,} tokens  {policy:18} {row['step_ms_p50']:9.3f} ms"
+            f"  (p99 {row['step_ms_p99']:.2f}, {row['steps']} steps)"
         )
     show(table(rows))
-    return {**record, "cache": engine.cache(), "rows": [asdict(row) for row in rows]}
+    return {**record, "cache": engine.cache(), "rows": rows}
 
 
-main = command(SchedulerOptions, bench)
+main = bench_command(SchedulerOptions, run_bench)
 
 
 if __name__ == "__main__":
