@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
 JSON = "application/json"
-FORM = "application/x-www-form-urlencoded"
 
 SAME = ("same-origin", "none")
 

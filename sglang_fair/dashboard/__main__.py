@@ -44,15 +44,14 @@ def check(settings: Dashboard) -> None:
 
 
 def serve(settings: Dashboard) -> int:
-    from sglang_fair.dashboard.server import Session, application
+    from sglang_fair.dashboard.server import application
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if not settings.outlive_parent:
         die_with_parent()
-    session = Session(admin_key.key(), settings.port, is_secure=settings.tls_cert is not None)
     gateway_tls = tls.believed(settings.gateway_ca, settings.gateway_cert)
     app = application(
-        settings.gateway, settings.every_s, session, gateway_tls, tls.authorities(settings.replica_ca),
+        settings.gateway, settings.every_s, admin_key.key(), gateway_tls, tls.authorities(settings.replica_ca),
         named(settings.names),
     )  # fmt: skip
     try:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,59 +150,10 @@ class Sums:
         return float(amount) / self.observed_s if self.observed_s else 0.0
 
 
-class Gain(NamedTuple):
-    """What one replica gave between two looks, by named client. `WAITED_S` is not set."""
-
-    clients: dict[str, Amounts]
-    others: Amounts
-    restarted: bool
-
-
-class Counters:
-    """Follows one replica's counters."""
-
-    def __init__(self) -> None:
-        self._totals: Amounts | None = None
-        self._clients: dict[str, Amounts] = {}
-        self._names_all = True
-
-    def take(self, report: ReplicaReport) -> Gain | None:
-        """The gain since the report before; None for the first one."""
-        named = {name: _of(row) for name, row in report.clients.items() if name != OTHERS}
-        totals, before, gain = _of(report.totals), self._totals, None
-        if before is not None:
-            restarted = bool((totals[TOKENS] < before[TOKENS]).any())
-            if restarted:
-                before, self._clients, self._names_all = amounts(), {}, True
-            left = np.maximum(0.0, totals - before)
-            left[ADMITTED] = inf  # totals do not count requests
-            gain = self._gain(named, left, restarted)
-        self._totals, self._clients = totals, named
-        of_named = sum(row[TOKENS].sum() for row in named.values())
-        self._names_all = OTHERS not in report.clients and of_named >= totals[TOKENS].sum()
-        return gain
-
-    def _gain(self, named: dict[str, Amounts], left: Amounts, restarted: bool) -> Gain:
-        """`left` is the gain of all."""
-        clients = dict[str, Amounts]()
-        for name, row in named.items():
-            old, gained = self._clients.get(name), row
-            if old is None:
-                if not self._names_all:
-                    gained = amounts()
-            elif row[SERVICE] >= old[SERVICE] and row[ADMITTED] >= old[ADMITTED]:
-                gained = np.maximum(0.0, row - old)
-            clients[name] = gained = np.minimum(gained, left)
-            left = left - gained
-        left[ADMITTED] = 0.0
-        return Gain(clients, left, restarted)
-
-
 @dataclass(slots=True)
 class Followed:
     """One scheduler, over time."""
 
-    counters: Counters = field(default_factory=Counters)
     differences: Differences = field(default_factory=Differences)
     waits_since: dict[str, tuple[int, float]] = field(default_factory=dict)
     """The number of each waiting client's backlog, and when it was first seen."""
@@ -212,6 +163,10 @@ class Followed:
     answered_s: float = -inf
     named_s: float = -inf
     restarted_s: float = -inf
+    totals: Amounts | None = None
+    """Of its last report, as the rows of the clients that it named, and whether it named all."""
+    rows: dict[str, Amounts] = field(default_factory=dict)
+    names_all: bool = True
 
     @property
     def clients(self) -> dict[str, ClientReading]:
@@ -219,18 +174,42 @@ class Followed:
         rows = self.report.clients if self.report is not None else {}
         return {name: row for name, row in rows.items() if name not in (SYSTEM, OTHERS)}
 
-    def take(self, report: ReplicaReport, now_s: float) -> Gain | None:
-        """What its clients gained and waited since its report before; None: this is the first."""
+    def take(self, report: ReplicaReport, now_s: float) -> dict[str, Amounts] | None:
+        """What its clients gained and waited since its report before, with `OTHERS`; None: this is the first."""
         self.report = report
-        gain = self.counters.take(report)
-        if gain is not None and gain.restarted:
-            self.restarted_s = now_s
-        self.note_waits(now_s, restarted=gain is not None and gain.restarted)
-        if gain is not None:
+        named = {name: _of(row) for name, row in report.clients.items() if name != OTHERS}
+        totals, before, gained = _of(report.totals), self.totals, None
+        restarted = before is not None and bool((totals[TOKENS] < before[TOKENS]).any())
+        if restarted:
+            before, self.rows, self.names_all, self.restarted_s = amounts(), {}, True, now_s
+        if before is not None:
+            left = np.maximum(0.0, totals - before)
+            left[ADMITTED] = inf  # totals do not count requests
+            gained = self._gained(named, left)
+        self.totals, self.rows = totals, named
+        of_named = sum(row[TOKENS].sum() for row in named.values())
+        self.names_all = OTHERS not in report.clients and of_named >= totals[TOKENS].sum()
+        self.note_waits(now_s, restarted=restarted)
+        if gained is not None:
             for name, row in self.clients.items():
-                gain.clients[name][WAITED_S] = row.waiting * (now_s - self.answered_s)
+                gained[name][WAITED_S] = row.waiting * (now_s - self.answered_s)
         self.answered_s = now_s
-        return gain
+        return gained
+
+    def _gained(self, named: dict[str, Amounts], left: Amounts) -> dict[str, Amounts]:
+        """`left` is the gain of all."""
+        clients = dict[str, Amounts]()
+        for name, row in named.items():
+            old, gained = self.rows.get(name), row
+            if old is None:
+                if not self.names_all:
+                    gained = amounts()
+            elif row[SERVICE] >= old[SERVICE] and row[ADMITTED] >= old[ADMITTED]:
+                gained = np.maximum(0.0, row - old)
+            clients[name] = gained = np.minimum(gained, left)
+            left = left - gained
+        left[ADMITTED] = 0.0
+        return clients | {OTHERS: left}
 
     def note_waits(self, now_s: float, *, restarted: bool = False) -> None:
         """Notes the clients that wait in its last report. `restarted`: nothing from before counts."""

@@ -18,7 +18,7 @@ from sglang_fair.dashboard.history import (
     Sums,
     amounts,
 )
-from sglang_fair.dashboard.reading import OTHERS, Quarantine, Reading, Status, Worker
+from sglang_fair.dashboard.reading import OTHERS, SYSTEM, Quarantine, Reading, Status, Worker
 from sglang_fair.dashboard.view import ClientView, Health, Level, Note, OthersView, ReplicaView, View
 
 SPANS: Mapping[str, tuple[float, int]] = {"10 min": (5.0, 120), "2 h": (60.0, 120), "24 h": (720.0, 120)}
@@ -85,11 +85,11 @@ class Model:
             if found.report is None:
                 continue
             replica_since_s, self._answered_s = one.answered_s, now_s
-            gain = one.take(found.report, now_s)
-            if gain is not None:
-                clients = {client: gain.clients[client] for client in one.clients} | {OTHERS: gain.others}
+            gained = one.take(found.report, now_s)
+            if gained is not None:
+                gained.pop(SYSTEM, None)
                 for history in self._histories.values():
-                    history.gained(replica_since_s, now_s, name, clients)
+                    history.gained(replica_since_s, now_s, name, gained)
             if (part := one.difference_over_bound) is not None:
                 of_bound[name] = part
         if self._answered_s == now_s:

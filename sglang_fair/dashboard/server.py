@@ -1,25 +1,25 @@
 """The page and what it asks for, over HTTP.
 
-GET /                     the page                    POST /login, POST /logout     the admin key for a cookie
-GET /view?span=10+min     what to show, as JSON       GET /health                   for whoever waits for the start
-GET /requests?client=     the last requests           GET /requests/ID              why one waited
-PATCH /clients/NAME       {"weight": 2}: a change that the operator wants
+GET /                     the page                    GET /health         whether it has started
+GET /view?span=10+min     what to show, as JSON       GET /requests/ID    why one waited
+GET /requests?client=     the last requests           PATCH /clients/NAME {"weight": 2}
+
+With the admin key it opens to whoever has that, as a bearer token or as the password of HTTP's own Basic scheme, which
+a browser asks for; without a key, to this machine alone.
 """
 
 import asyncio
+import base64
 import contextlib
-import hashlib
-import hmac
 import json
 import ssl
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from importlib import resources
 
 from aiohttp import web
 
 from sglang_fair.cluster.explain import in_words
-from sglang_fair.common.guard import FORM, JSON, objection
+from sglang_fair.common.guard import objection
 from sglang_fair.common.service_keys import is_same
 from sglang_fair.dashboard.model import SPANS
 from sglang_fair.dashboard.peers import Peers, Poller, Refused
@@ -41,69 +41,38 @@ HEADERS = {
     "cache-control": "no-store",
 }
 
-OPEN = ("/login", "/health", "/favicon.svg", "/style.css", "/login.js", "/theme.js")
-"""What a browser needs before it has given a key."""
+CHALLENGE = {"www-authenticate": 'Basic realm="sglang-fair: the admin key as password", charset="UTF-8"'}
+LOCAL = ("127.0.0.1", "::1")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-HOLDS_S = 24 * 3600
-LOCAL = ("127.0.0.1", "::1")
-
-
-class Session:
-    """Who may open the page: whoever has the admin key, and no tenant's; without a key, this machine alone.
-
-    A browser gives the key once and gets a cookie that says until when it holds, with a digest that only the key can
-    make. So nothing is kept here, and the page stays open when this process is started again.
-    """
-
-    def __init__(self, key: str, port: int, *, is_secure: bool = False) -> None:
-        """`key` is "" if there is none. `port` is the page's: browsers send a cookie to all ports of a machine.
-        `is_secure`: it is served over https, and the cookie is sent over nothing else."""
-        self.is_secure = is_secure
-        self._key = key.encode()
-        self.cookie = f"sglang-fair-{port}"
-
-    @property
-    def needs_key(self) -> bool:
-        return bool(self._key)
-
-    def is_key(self, given: str) -> bool:
-        return self.needs_key and hmac.compare_digest(given.encode("utf-8", "surrogatepass"), self._key)
-
-    def issue(self) -> str:
-        """A cookie that holds for `HOLDS_S`."""
-        until = str(int(time.time()) + HOLDS_S)
-        return f"{until}.{self._digest(until)}"
-
-    def may(self, peer: str | None, headers: Mapping[str, str], cookies: Mapping[str, str]) -> bool:
-        """Whether a request may see and change the cluster."""
-        if not self.needs_key:
-            return peer in LOCAL
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer":
-            return self.is_key(given.strip())
-        until, _, digest = cookies.get(self.cookie, "").partition(".")
-        return is_same(digest, self._digest(until)) and until.isdecimal() and time.time() < int(until)
-
-    def _digest(self, until: str) -> str:
-        return hmac.new(
-            self._key, f"page until {until}".encode("utf-8", "surrogatepass"), hashlib.sha256
-        ).hexdigest()
+def may(key: str, peer: str | None, authorization: str) -> bool:
+    """Whether a request may see and change the cluster. `key` is "" if there is none."""
+    if not key:
+        return peer in LOCAL
+    scheme, _, given = authorization.partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            given = base64.b64decode(given).decode().partition(":")[2]
+        except ValueError:
+            return False
+    elif scheme.lower() != "bearer":
+        return False
+    return is_same(given.strip(), key)
 
 
 def application(
     gateway: str,
     every_s: float,
-    session: Session,
+    key: str,
     gateway_tls: ssl.SSLContext | None = None,
     replica_tls: ssl.SSLContext | None = None,
     names: Collection[str] = (),
 ) -> web.Application:
     """The page about the cluster behind `gateway`; it looks at it from its start to its end. What gateway and replicas
     must show is as `Peers` has it, and `names` are those of the page as `objection` has them."""
-    page = _Page(session, names, lambda: Peers(gateway, gateway_tls, replica_tls), every_s)
+    page = _Page(key, names, lambda: Peers(gateway, gateway_tls, replica_tls), every_s)
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -114,15 +83,12 @@ def application(
     app.add_routes(
         [
             web.get("/", page.file("index.html")),
-            web.get("/login", page.file("login.html")),
             *(web.get(f"/{name}", page.file(name)) for name in page.files if not name.endswith(".html")),
             web.get("/view", page.view),
             web.get("/health", page.health),
             web.get("/requests", page.requests),
             web.get("/requests/{id:.+}", page.explain),
             web.patch("/clients/{name:.+}", page.change),
-            web.post("/login", page.login),
-            web.post("/logout", page.logout),
         ]
     )
     return app
@@ -135,11 +101,11 @@ class _Page:
     _poller: Poller
 
     def __init__(
-        self, session: Session, names: Collection[str], connect: Callable[[], Peers], every_s: float
+        self, key: str, names: Collection[str], connect: Callable[[], Peers], every_s: float
     ) -> None:
         folder = resources.files(__package__).joinpath("page")
         self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
-        self._session, self._names = session, names
+        self._key, self._names = key, names
         self._connect, self._every_s = connect, every_s
 
     async def look(self, _: web.Application) -> AsyncIterator[None]:
@@ -155,10 +121,7 @@ class _Page:
     def file(self, name: str) -> Handler:
         async def send(request: web.Request) -> web.Response:
             kind = TYPES["." + name.rpartition(".")[2]]
-            response = web.Response(body=self.files[name], content_type=kind, charset="utf-8")
-            if name == "index.html" and self._session.needs_key:
-                _remember(response, self._session)
-            return response
+            return web.Response(body=self.files[name], content_type=kind, charset="utf-8")
 
         return send
 
@@ -186,19 +149,6 @@ class _Page:
         await self._peers.set_weight(request.match_info["name"], weight)
         return web.json_response({"weight": weight})
 
-    async def login(self, request: web.Request) -> web.Response:
-        given = (await request.post()).get("key", "")
-        if not isinstance(given, str) or not self._session.is_key(given.strip()):
-            raise web.HTTPSeeOther("/login?wrong")
-        response = web.Response(status=303, headers={"location": "/"})
-        _remember(response, self._session)
-        return response
-
-    async def logout(self, _: web.Request) -> web.Response:
-        response = web.Response(status=303, headers={"location": "/login"})
-        response.del_cookie(self._session.cookie)
-        return response
-
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             response = await self._answer(request, handler)
@@ -210,29 +160,19 @@ class _Page:
         return response
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        needs_key = self._session.needs_key
-        content = FORM if request.path in ("/login", "/logout") else JSON
-        why = objection(request.method, request.headers, self._names, is_known=needs_key, content=content)
-        if why is not None and request.path != "/health":
-            return _error(why, 403)
-        may = self._session.may(request.remote, request.headers, request.cookies)
-        if request.path not in OPEN and not may:
-            if not needs_key:
-                return _error("this is for the machine itself", 403)
-            if request.path == "/":
-                return web.Response(status=303, headers={"location": "/login"})
-            return _error("this needs the admin key", 401)
+        if request.path != "/health":
+            if why := objection(request.method, request.headers, self._names, is_known=bool(self._key)):
+                return _error(why, 403)
+            if not may(self._key, request.remote, request.headers.get("authorization", "")):
+                if not self._key:
+                    return _error("this is for the machine itself", 403)
+                response = _error("this needs the admin key", 401)
+                response.headers.update(CHALLENGE)
+                return response
         try:
             return await handler(request)
         except Refused as error:
             return _error(str(error), error.status)
-
-
-def _remember(response: web.Response, session: Session) -> None:
-    response.set_cookie(
-        session.cookie, session.issue(), max_age=HOLDS_S, httponly=True, samesite="Strict", path="/",
-        secure=session.is_secure,
-    )  # fmt: skip
 
 
 def _weight(body: bytes) -> float:

@@ -16,7 +16,7 @@ from router.suspects import Suspects
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.dashboard.history import EXTEND, MOST_NAMED, SERVICE, Counters, Followed, History
+from sglang_fair.dashboard.history import EXTEND, MOST_NAMED, SERVICE, Followed, History
 from sglang_fair.dashboard.model import FORGOTTEN_AFTER_S, ROWS, SPANS, WINDOW, WINDOW_S, Model, fair_shares
 from sglang_fair.dashboard.reading import (
     OTHERS,
@@ -81,8 +81,8 @@ EVENTS = st.one_of(
 
 @given(events=st.lists(EVENTS, max_size=60), most=st.integers(1, 8))
 def test_what_was_gained_is_what_the_totals_say_whatever_is_named(events, most):
-    source, counters = Source(most), Counters()
-    counters.take(source.report())
+    source, counters = Source(most), Followed()
+    counters.take(source.report(), 0.0)
     gained, since_look, unseen = 0.0, 0, 0
     for kind, name, units in [*events, ("look", None, None)]:
         match kind:
@@ -99,13 +99,13 @@ def test_what_was_gained_is_what_the_totals_say_whatever_is_named(events, most):
                 if not before:  # nothing tells this restart from none
                     continue
             case "look":
-                gain = counters.take(source.report())
+                gain = counters.take(source.report(), 0.0)
                 assert gain is not None
-                parts = [*gain.clients.values(), gain.others]
+                parts = [*gain.values()]
                 assert all((part >= 0).all() for part in parts)
                 assert sum(part[SERVICE] for part in parts) == sum(part[EXTEND] for part in parts)
                 gained += sum(part[SERVICE] for part in parts)
-                if not gain.restarted and not unseen:
+                if not unseen:
                     assert sum(part[SERVICE] for part in parts) == since_look
                 since_look, unseen = 0, 0
     assert gained >= 0
@@ -122,25 +122,25 @@ REPORTS = st.builds(
 
 @given(reports=st.lists(REPORTS, max_size=6))
 def test_a_report_that_contradicts_itself_gains_nobody_more_than_its_totals(reports):
-    counters, before = Counters(), None
+    counters, before = Followed(), None
     for report in reports:
-        gain, now = counters.take(report), report.totals.extend_tokens
+        gain, now = counters.take(report, 0.0), report.totals.extend_tokens
         if gain is not None:
-            parts = [*gain.clients.values(), gain.others]
+            parts = [*gain.values()]
             assert all((part >= 0).all() for part in parts)
             assert sum(part[EXTEND] for part in parts) == (now if now < before else now - before)
         before = now
 
 
 def test_a_client_that_rises_into_the_list_did_not_get_all_of_it_just_now():
-    source, counters = Source(most=1), Counters()
+    source, counters = Source(most=1), Followed()
     source.given.update(a=100, b=90)
-    counters.take(source.report())
+    counters.take(source.report(), 0.0)
     source.given["b"] += 20
-    gain = counters.take(source.report())
+    gain = counters.take(source.report(), 0.0)
     assert gain is not None
-    assert gain.clients["b"][SERVICE] == 0
-    assert gain.others[SERVICE] == 20
+    assert gain["b"][SERVICE] == 0
+    assert gain[OTHERS][SERVICE] == 20
 
 
 # ---- difference beside bound

@@ -35,7 +35,6 @@ async function ask(path, options = {}) {
     throw Object.assign(new Error("The page's own server does not answer."), { status: 0 });
   }
   const body = await answer.json().catch(() => null);
-  if (answer.status === 401 && path.startsWith("/view")) location.href = "/login";
   if (!answer.ok) throw Object.assign(new Error(body?.error?.message ?? `HTTP status ${answer.status}`), { status: answer.status });
   return body;
 }
