@@ -11,7 +11,16 @@ from sglang_fair.cluster.control import Refused, Say
 from sglang_fair.cluster.gpus import GpusTaken, Machine
 from sglang_fair.cluster.models import fewest
 from sglang_fair.cluster.options import ConfigError, Device, Options
-from sglang_fair.cluster.plan import Model, Process, agent_name, build, each_model, with_workers
+from sglang_fair.cluster.plan import (
+    Model,
+    Process,
+    agent,
+    agent_name,
+    each_model,
+    local,
+    router_address,
+    with_workers,
+)
 from sglang_fair.cluster.ports import Marks, Ports, PortTaken, Reservations
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
 from sglang_fair.cluster.workers import ReplicaState, number
@@ -62,16 +71,13 @@ class Additions:
         except (ConfigError, GpusTaken):
             self._reservations.give_back(ports)
             raise
-        count = number + 1
-        can_load = [chosen, *(model for model in self._swaps if model != chosen)]
-        specs = build(
-            replace(self._options, replicas=count), self._device, machine, [chosen] * count,
-            replace(self._first, replicas=(ports,) * count), taken * count,
-            {number: can_load} if self._swaps else {},
-        )  # fmt: skip
-        spec = specs.of("replica")[number]
+        can_load = (chosen, *(model for model in self._swaps if model != chosen)) if self._swaps else ()
+        options = replace(self._options, replicas=number + 1)
+        (own,) = taken or ((),)
+        spec = local(options, self._device, machine, number, chosen, ports, self._first, own, can_load)
         self._ports[spec.name] = ports
-        return spec, next(iter(specs.of("agent")), None)
+        router = router_address(self._first)
+        return spec, agent(options, machine, spec, can_load, router) if can_load else None
 
     def freed(self, spec: Process) -> None:
         """Frees the ports and GPUs of a replica that is gone for good."""
@@ -137,10 +143,10 @@ class Local:
     async def stop(self, name: str) -> None:
         spec = self._spec(name)
         await self._changed(self._supervisor.remove(name))
-        for agent in self._supervisor.plan.of("agent"):
-            if agent.name == agent_name(name):
-                await self._changed(self._supervisor.let_go(agent.name))
-                await self._changed(self._supervisor.remove(agent.name))
+        for one in self._supervisor.plan.of("agent"):
+            if one.name == agent_name(name):
+                await self._changed(self._supervisor.let_go(one.name))
+                await self._changed(self._supervisor.remove(one.name))
         self._apart.discard(name)
         self._freed(spec)
 

@@ -360,7 +360,7 @@ class Fleet:
                     self._write()
                     if not self.was_up and all(one.is_up for one in self._members.values()):
                         self.was_up = True
-                        self._say("all replicas are ready")
+                        self._say(PROGRAMS["fleet"].ready)
                     await asyncio.sleep(LOOK_S)
             finally:
                 await asyncio.gather(*(self._stop(one) for one in self._members.values()))

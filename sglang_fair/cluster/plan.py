@@ -23,14 +23,11 @@ from sglang_fair.settings.setting import command_line
 
 Role = Literal["fork-server", "replica", "fleet", "router", "agent", "gateway", "dashboard", "feeder"]
 
-START_ORDER: tuple[tuple[Role, ...], ...] = (
+STAGES: tuple[tuple[Role, ...], ...] = (
     ("fork-server",), ("replica", "fleet", "router"), ("agent",), ("gateway", "dashboard"), ("feeder",)
 )  # fmt: skip
-"""The gateway comes last, so that its port opens only when there is something behind it."""
-
-STOP_ORDER: tuple[tuple[Role, ...], ...] = (
-    ("feeder",), ("gateway", "dashboard"), ("agent",), ("router",), ("replica", "fleet"), ("fork-server",)
-)  # fmt: skip
+"""The order in which they are started, and backwards stopped. The gateway comes after what it needs, so that its port
+opens only when there is something behind it."""
 
 DISPENSABLE: tuple[Role, ...] = ("dashboard", "agent", "feeder")
 """Without these a cluster goes on."""
@@ -47,7 +44,7 @@ class Program:
     settings: type
     stop_grace_s: float
     ready: str = ""
-    """A line of its output with this says that it is ready; "": its address does."""
+    """As `Process.ready`; "": an address."""
     start_s: float = 120.0
     """Longest wait for that."""
 
@@ -58,8 +55,8 @@ PROGRAMS: Mapping[Role, Program] = {
     ),
     "replica": Program("sglang_fair.engines.replica", table.Replica, 10.0),
     # It waits for its replicas on other machines.
-    "fleet": Program("sglang_fair.cluster.on_ray", table.Replica, 20.0),
-    "router": Program("router", table.Router, 3.0),
+    "fleet": Program("sglang_fair.cluster.on_ray", table.Replica, 20.0, "all replicas are ready"),
+    "router": Program("router", table.Router, 3.0, "router ready"),
     "agent": Program("sglang_fair.agent", table.AgentSettings, 3.0, "agent ready"),
     "gateway": Program("router.gateway", table.Gateway, GATEWAY_DRAIN_S + 2.0),
     "dashboard": Program("sglang_fair.dashboard", table.Dashboard, 3.0),
@@ -84,35 +81,6 @@ class Model:
     served_name: str
     wanted: str | None = None
     """What --model is for a replica that has it; None: as the operator says."""
-
-
-@dataclass(frozen=True)
-class HttpReady:
-    """Ready when GET `url` answers 200."""
-
-    url: str
-    certificate: str | None = None
-    """A file with the certificate that it must show, where it is served over https."""
-
-
-@dataclass(frozen=True)
-class LineReady:
-    """Ready when a line of its output contains `text`."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class RouterReady:
-    """Ready when the router at `endpoint` answers a query, and knows as many replicas."""
-
-    endpoint: str
-    keys: str | None = None
-    """The folder with the keys of the query."""
-    replicas: int = 0
-
-
-Ready = HttpReady | LineReady | RouterReady
 
 
 @dataclass(frozen=True)
@@ -154,11 +122,14 @@ class Process:
     name: str
     role: Role
     argv: tuple[str, ...]
-    ready: Ready
+    ready: str
+    """It is when a line of its output has this, or when GET answers 200 there."""
     ready_timeout_s: float
     stop_grace_s: float
     env: Mapping[str, str] = field(default_factory=UNBUFFERED.copy)
     """On top of the supervisor's own environment."""
+    certificate: str | None = None
+    """The file with the certificate that it must show at `ready`, where that is an https:// address."""
     worker: WorkerUp | None = None
     """For a replica: what the router must know of it."""
     fork_server: str | None = None
@@ -221,60 +192,93 @@ def build(
     """The processes of the cluster. `models` are as in `each_model`, `gpus` those of each replica, if it computes on
     any, `swaps` the models that a replica can load, by its number. With a `fleet` replicas run on other machines."""
     each = each_model(options, models)
-    router, keys = f"tcp://{LOCAL}:{ports.router}", shared(options, table.Keyed)["keys"]
-    certificate = shared(options, table.Certified)["tls_cert"]
+    router, certificate = router_address(ports), shared(options, table.Certified)["tls_cert"]
     gateway = served_url(options, options.host, ports.gateway)
-    fork_server = f"sglang-fair/fork-server/{ports.router}" if device == "cpu" and fleet is None else None
-    replicas = tuple(
-        placed(one, LOCAL, port, machine.python, gpus[index] if gpus else (), fork_server)
-        for index, (one, port) in enumerate(
-            zip(replicas_for(options, device, machine, each, swaps), ports.replicas, strict=False)
-        )
-    )
-    workers = tuple(one.worker for one in replicas if one.worker is not None)
-
-    def process(
-        role: Role, values: Mapping[str, Any], ready: Ready | None = None, *before: str, name: str = ""
-    ) -> Process:
-        program = PROGRAMS[role]
-        return Process(
-            name=name or role, role=role,
-            argv=(machine.python, "-m", program.module, *before, *command_line(program.settings, values)),
-            ready=ready or LineReady(program.ready),
-            ready_timeout_s=options.start_timeout_s or program.start_s, stop_grace_s=program.stop_grace_s,
-        )  # fmt: skip
-
-    found: list[Process] = [*replicas]
-    if fork_server:
+    found: list[Process] = []
+    if (fork_server := fork_server_name(device, ports)) and fleet is None:
         engine = shared(options, table.Engine) | {"device": device, "model": each[0].wanted or options.model}
-        one = process("fork-server", engine, None, fork_server)
-        found.insert(
-            0, replace(one, env={**one.env, "OPENBLAS_NUM_THREADS": "1"})
-        )  # a fork would lose threads
+        one = _process(options, machine, "fork-server", engine, fork_server)
+        found.append(replace(one, env={**one.env, "OPENBLAS_NUM_THREADS": "1"}))  # a fork would lose threads
+    replicas = [
+        local(options, device, machine, index, model, own, ports, gpus[index] if gpus else (), swaps.get(index, ()))
+        for index, (model, own) in enumerate(zip(each, ports.replicas, strict=False))
+    ]  # fmt: skip
+    found += replicas
     if fleet:
-        one = process("fleet", {}, RouterReady(router, keys, len(each)), str(fleet.settings))
+        one = _process(options, machine, "fleet", {}, str(fleet.settings))
         start_s = options.ray_wait_s + ready_timeout_s(options, device, machine) + one.stop_grace_s
         found.append(replace(one, ready_timeout_s=start_s, says_why=True))
     settings = _router_settings(options, router) | {"replicas_file": fleet and str(fleet.listed)}
-    found.append(with_workers(process("router", settings, RouterReady(router, keys)), workers))
-    for index, can_load in sorted(swaps.items()):
-        found.append(process("agent", {
-            "worker": workers[index].worker, "replica": workers[index].url, "router": router, "keys": keys,
-            "models": ",".join(f"{model.served_name}={model.folder}" for model in can_load),
-        }, name=agent_name(workers[index].worker)))  # fmt: skip
+    workers = tuple(one.worker for one in replicas if one.worker is not None)
+    found.append(with_workers(_process(options, machine, "router", settings), workers))
+    found += [
+        agent(options, machine, replicas[index], can_load, router)
+        for index, can_load in sorted(swaps.items())
+    ]
     settings = _gateway_settings(options, _served(options, each, swaps), router, ports.gateway)
-    found.append(process("gateway", settings, HttpReady(f"{gateway}/health", certificate)))
+    one = _process(options, machine, "gateway", settings, ready=f"{gateway}/health")
+    found.append(replace(one, certificate=certificate))
     if options.dashboard_port:
-        found.append(process("dashboard", {  # on this machine: what shows it to others does so with a key
+        found.append(_process(options, machine, "dashboard", {  # on this machine: what shows it to others has a key
             "gateway": admin_url(options) or gateway, "gateway_cert": certificate, "port": options.dashboard_port,
-        }, HttpReady(f"{dashboard_url(options)}/health")))  # fmt: skip
+        }, ready=f"{dashboard_url(options)}/health"))  # fmt: skip
     if options.batches:
-        found.append(process("feeder", {
+        found.append(_process(options, machine, "feeder", {
             **shared(options, table.Feeder), "batches": absolute(options.batches), "gateway": gateway,
             "gateway_cert": certificate,
         }))  # fmt: skip
     http = options.router_http_port
     return Plan(tuple(found), router, None if http is None else f"http://{LOCAL}:{http}")
+
+
+def router_address(ports: Ports) -> str:
+    return f"tcp://{LOCAL}:{ports.router}"
+
+
+def fork_server_name(device: Device, ports: Ports) -> str | None:
+    """The socket of the fork server of a cluster whose replicas compute on this device."""
+    return f"sglang-fair/fork-server/{ports.router}" if device == "cpu" else None
+
+
+def _process(
+    options: Options, machine: Machine, role: Role, values: Mapping[str, Any], *before: str, ready: str = ""
+) -> Process:
+    program = PROGRAMS[role]
+    return Process(
+        name=role, role=role,
+        argv=(machine.python, "-m", program.module, *before, *command_line(program.settings, values)),
+        ready=ready or program.ready,
+        ready_timeout_s=options.start_timeout_s or program.start_s, stop_grace_s=program.stop_grace_s,
+    )  # fmt: skip
+
+
+def local(
+    options: Options,
+    device: Device,
+    machine: Machine,
+    number: int,
+    model: Model,
+    own: ReplicaPorts,
+    ports: Ports,
+    gpus: tuple[Gpu, ...],
+    can_load: Sequence[Model],
+) -> Process:
+    """A replica on this machine."""
+    (one,) = replicas_for(options, device, machine, (model,), {0: can_load}, first=number)
+    return placed(one, LOCAL, own, machine.python, gpus, fork_server_name(device, ports))
+
+
+def agent(
+    options: Options, machine: Machine, replica: Process, can_load: Sequence[Model], router: str
+) -> Process:
+    """Of a replica that can load several models."""
+    assert replica.worker is not None
+    settings = {
+        "worker": replica.name, "replica": replica.worker.url, "router": router,
+        "keys": shared(options, table.Keyed)["keys"],
+        "models": ",".join(f"{model.served_name}={model.folder}" for model in can_load),
+    }  # fmt: skip
+    return replace(_process(options, machine, "agent", settings), name=agent_name(replica.name))
 
 
 def _router_settings(options: Options, router: str) -> dict[str, Any]:
@@ -347,8 +351,9 @@ def replicas_for(
     machine: Machine,
     models: Sequence[Model],
     swaps: Mapping[int, Sequence[Model]] = MappingProxyType({}),
+    first: int = 0,
 ) -> tuple[Replica, ...]:
-    """The replicas of a cluster, one for each of `models`; `swaps` as in `build`."""
+    """The replicas of a cluster, one for each of `models`, from the number `first` on; `swaps` by the model's place."""
     known = {
         **shared(options, table.Replica),
         "device": device,
@@ -358,13 +363,13 @@ def replicas_for(
     }
     return tuple(
         Replica(
-            name=f"r{index}",
+            name=f"r{first + index}",
             settings={
-                "name": f"r{index}",  # the first word: a forked replica's title has it
+                "name": f"r{first + index}",  # the first word: a forked replica's title has it
                 **known,
                 "model": model.wanted or options.model,
                 "served_name": model.served_name if options.models else None,
-                "normal": known["normal"] and f"{known['normal']}.r{index}",
+                "normal": known["normal"] and f"{known['normal']}.r{first + index}",
             },
             log_level=options.log_level,
             ready_timeout_s=ready_timeout_s(options, device, machine),
@@ -418,7 +423,7 @@ def placed(
         name=replica.name,
         role="replica",
         argv=(*command, *command_line(program.settings, values)),
-        ready=HttpReady(f"{worker.url}/ready"),
+        ready=f"{worker.url}/ready",
         ready_timeout_s=replica.ready_timeout_s,
         stop_grace_s=program.stop_grace_s,
         env={**UNBUFFERED, **environment(gpus)},

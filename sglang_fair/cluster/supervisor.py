@@ -10,27 +10,19 @@ import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import assert_never
 
 from router.client import RouterClient
 from router.events import WorkerDown
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.console import ConsoleReporter
-from sglang_fair.cluster.link import router_state
 from sglang_fair.cluster.plan import (
     DISPENSABLE,
-    START_ORDER,
-    STOP_ORDER,
-    HttpReady,
-    LineReady,
+    STAGES,
     Plan,
     Process,
-    Ready,
-    RouterReady,
 )
 from sglang_fair.cluster.restart import Deaths, RestartRule, is_last
 from sglang_fair.common import tls
-from sglang_fair.common.curve import Keys
 
 POLL_S = 0.2
 PROGRESS_S = 0.5
@@ -119,7 +111,7 @@ class Supervisor:
 
     async def _serve(self) -> None:
         """Starts everything and restarts what dies. Returns when the cluster cannot go on."""
-        for roles in START_ORDER:
+        for roles in STAGES:
             await self._start_all(self._plan.of(*roles))
         self.was_up = True
         self._reporter.up(self.pids)
@@ -236,7 +228,7 @@ class Supervisor:
     async def _until_ready(self, child: Child) -> None:
         """Waits until `child` is ready. Raises `StartFailed` when it dies first, or takes too long."""
         name, limit_s = child.spec.name, child.spec.ready_timeout_s
-        ready = asyncio.create_task(becomes_ready(child.spec.ready, child))
+        ready = asyncio.create_task(becomes_ready(child))
         exited = asyncio.create_task(child.exited())
         try:
             await asyncio.wait([ready, exited], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -313,26 +305,18 @@ class Supervisor:
                     self._report_down(replica)
 
     async def _stop_all(self) -> None:
-        for roles in STOP_ORDER:
+        for roles in reversed(STAGES):
             names = [spec.name for spec in self._plan.of(*roles) if spec.name in self._children]
             await asyncio.gather(*(self._stop_one(self._children[name]) for name in names))
 
 
-async def becomes_ready(ready: Ready, child: Child) -> None:
-    """Repeats the readiness check of `child` until it succeeds."""
-    match ready:
-        case LineReady(text):
-            await child.saw(text)
-        case HttpReady(url, certificate):
-            await answers_200(url, None if certificate is None else tls.pinned(certificate))
-        case RouterReady(endpoint, folder, replicas):
-            keys = Keys.read_if(folder, "gateway")
-            while (known := await router_state(endpoint, "workers", keys=keys)) is None or len(
-                known
-            ) < replicas:
-                await asyncio.sleep(POLL_S)
-        case _:
-            assert_never(ready)
+async def becomes_ready(child: Child) -> None:
+    """Waits until `child` is, as its `ready` says."""
+    spec = child.spec
+    if spec.ready.startswith(("http://", "https://")):
+        await answers_200(spec.ready, None if spec.certificate is None else tls.pinned(spec.certificate))
+    else:
+        await child.saw(spec.ready)
 
 
 async def answers_200(url: str, shown: ssl.SSLContext | None = None) -> None:

@@ -26,13 +26,10 @@ from sglang_fair.cluster.console import example as example_request
 from sglang_fair.cluster.gpus import Gpu, Machine
 from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.plan import (
-    HttpReady,
-    LineReady,
     Model,
     Plan,
     Process,
     Role,
-    RouterReady,
     build,
     choose_device,
     gateway_url,
@@ -151,9 +148,9 @@ class TestPlan:
         assert (after(r0.argv, "--payer"), after(r0.argv, "--policy-options")) == ("equal", "patience=9")
         behind = " ".join(r0.argv[list(r0.argv).index("--") :])
         assert behind == "-- --log-level info --nccl-port 30004 --page-size 32"
-        assert r1.ready == HttpReady("http://127.0.0.1:30005/ready")
+        assert r1.ready == "http://127.0.0.1:30005/ready"
         assert plan.router == after(router.argv, "--bind") == after(gateway.argv, "--router")
-        assert router.ready == RouterReady("tcp://127.0.0.1:30000")
+        assert router.ready == "router ready"
         assert after(router.argv, "--page-size") == "32"
         assert after(r0.argv, "--cache-share") == "on"
         assert after(router.argv, "--worker-quantum") == "500.0"
@@ -171,7 +168,7 @@ class TestPlan:
         assert after(gateway.argv, "--identity") == "api-key"
         assert parse("gateway", gateway.argv[3:]).max_in_flight == 100
         assert parse("gateway", gateway.argv[3:]).body_timeout_s == 2.5
-        assert gateway.ready == HttpReady("http://127.0.0.1:8000/health")
+        assert gateway.ready == "http://127.0.0.1:8000/health"
 
     @pytest.mark.parametrize(
         ("options", "told"),
@@ -353,7 +350,7 @@ def program(
         name=name,
         role=role,
         argv=(sys.executable, "-S", "-c", textwrap.dedent(code)),
-        ready=LineReady("ready"),
+        ready="ready",
         ready_timeout_s=timeout_s,
         stop_grace_s=grace_s,
         worker=WorkerUp(name, "http://127.0.0.1:1", "tcp://k", "tcp://p") if role == "replica" else None,
@@ -411,8 +408,8 @@ class TestSupervisor:
         assert record.ready[-1] == "gateway"
         assert set(record.pids) == {"r0", "r1", "router", "gateway"}
         farewells = [name for name, line in record.lines if line == "bye"]
-        assert farewells[:2] == ["gateway", "router"]
-        assert sorted(farewells[2:]) == ["r0", "r1"]
+        assert farewells[0] == "gateway"
+        assert sorted(farewells[1:]) == ["r0", "r1", "router"]
         assert not record.deaths
         assert not record.said
 
@@ -440,7 +437,7 @@ class TestSupervisor:
         assert not record.pids
 
     def test_a_program_that_is_not_there(self) -> None:
-        missing = Process("r0", "replica", ("/no/such/program",), LineReady("ready"), 1, 1)
+        missing = Process("r0", "replica", ("/no/such/program",), "ready", 1, 1)
         outcome, _ = supervise(cluster(missing))
         assert str(outcome).startswith("r0 cannot be started: ")
 

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_fair.cluster.gpus import Machine
 from sglang_fair.cluster.options import ConfigError, Options, check
-from sglang_fair.cluster.plan import LineReady, Model, build
+from sglang_fair.cluster.plan import Model, build
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
 from sglang_fair.engines import replica
 from sglang_fair.engines.emulated import settings
@@ -68,7 +68,7 @@ class TestPlan:
         assert own.name == "r1"
         assert replica.emulation(shared) == replica.emulation(own) == self.options.emulation()
         assert own.extra[:1] == ("--log-level",)
-        assert fork_server.ready == LineReady("ready to fork replicas")
+        assert fork_server.ready == "ready to fork replicas"
 
     def test_replicas_on_gpus_have_none(self) -> None:
         plan = build(Options(), "cuda", self.machine, self.model, self.ports)

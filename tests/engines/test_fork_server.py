@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from sglang_fair.cluster.child import Child
-from sglang_fair.cluster.plan import LineReady, Process
+from sglang_fair.cluster.plan import Process
 from tests.support.live import START_S, Cluster, lives
 from tests.support.waiting import wait_until
 
@@ -75,7 +75,7 @@ def fake_fork_server(name: str, *how: str) -> Iterator["subprocess.Popen[bytes]"
 class TestForkServer:
     @staticmethod
     def spec(fork_server: str, *argv: str) -> Process:
-        return Process("r0", "replica", argv, LineReady("x"), 1.0, 1.0, {"SAID": "hello"}, None, fork_server)
+        return Process("r0", "replica", argv, "x", 1.0, 1.0, {"SAID": "hello"}, fork_server=fork_server)
 
     @staticmethod
     async def started(spec: Process) -> tuple[Child, list[str]]:
