@@ -137,7 +137,8 @@ class Router:
     def handle(self, event: Event, now_s: float, peer: bytes = b"") -> list[Action]:
         """The answers to `event`, which came from `peer` at `now_s`. Nothing that a peer sends makes it raise."""
         self.now_s = now_s
-        self.flights.settle(now_s)
+        if self.flights.lingering:
+            self.flights.settle(now_s)
         self.waiting.matches.clear()
         answer = self._handlers[type(event)](event, now_s, peer)
         actions: list[Action] = [] if answer is None else [(peer, answer)]

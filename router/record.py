@@ -7,7 +7,7 @@ kept of a placement is compact, and formatted when it is shown.
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import msgspec
@@ -102,19 +102,20 @@ class PlacementRecord:
         better; None: it has no such number. `by_name` are all workers."""
         placed = self._of(request, name, now_s)
         placed.decided_s, placed.why, placed.candidates = now_s, why, len(workers)
-        placed.has_costs = costs is not None
         if costs is None:
             placed.worker = _figures(chosen, match, None)
             if len(workers) > 1:
                 placed.next_best = _figures(_next_best(workers, chosen, match, by_name), match, None)
             return
+        placed.has_costs = True
         at = workers.index(chosen)
         placed.worker = _figures(chosen, match, costs[at])
         if len(workers) > 1:
             others = [*costs]
-            del others[at]
+            others[at] = inf
             second = others.index(min(others))
-            second += second >= at
+            if second == at:  # each other one is out of the question
+                second = int(not at)
             placed.next_best = _figures(workers[second], match, costs[second])
 
     def told(self, request: Request, worker: WorkerView, match: Match, now_s: float) -> None:
@@ -158,13 +159,12 @@ def placement_reason(
     held = match.lengths
     if not held:
         return "new"
-    own = held.get(worker.name, 0)
-    if own == match.tokens:
+    if worker.name in match.holders:
         return "prefix"
-    longest = max([held.get(one.name, 0) for one in allowed])
+    longest = max([held[one.name] for one in allowed if one.name in held], default=0)
     if not longest:
         return "new"
-    return "prefix" if own == longest else "load"
+    return "prefix" if held.get(worker.name, 0) == longest else "load"
 
 
 def _next_best(
@@ -172,14 +172,15 @@ def _next_best(
 ) -> WorkerView:
     """Of the workers beside `chosen` one with the longest match, of these the one of least load. Only those that hold
     something are looked at, if there are any."""
-    lengths = match.lengths
-    names = [name for name in lengths if name != chosen.name]
-    if names:
-        longest = max([lengths[name] for name in names])
-        holders = [by_name[name] for name in names if lengths[name] == longest]
-        others = [worker for worker in holders if worker in workers]
-    if not names or not others:
-        others = [worker for worker in workers if worker is not chosen]
+    found, longest, load = chosen, 0, inf
+    for name, tokens in match.lengths.items():
+        if tokens >= longest and name != chosen.name:
+            worker = by_name[name]
+            if (tokens > longest or worker.load < load) and worker in workers:
+                found, longest, load = worker, tokens, worker.load
+    if found is not chosen:
+        return found
+    others = [worker for worker in workers if worker is not chosen]
     loads = [worker.load for worker in others]
     return others[loads.index(min(loads))]
 

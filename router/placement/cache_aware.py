@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from router.placement.contract import Placement, Request, WorkerView
+from router.placement.contract import Placement, Request, WorkerView, least
 from router.radix import Match
 
 
@@ -48,6 +48,8 @@ class CacheAware(Placement):
         most, fewest = max(loads), min(loads)
         out_of_balance = most - fewest > self.balance_abs and most > self.balance_rel * fewest
         if not out_of_balance and match.tokens > self.cache_threshold * request.input_tokens:
-            holders = (worker for worker in workers if match.of(worker.name) == match.tokens)
-            return next(holders, workers[0]).name
-        return min(workers, key=lambda worker: (worker.load, worker.dispatched, worker.name)).name
+            for worker in workers:
+                if worker.name in match.holders:
+                    return worker.name
+            return workers[0].name
+        return least(workers, loads, "dispatched").name

@@ -240,18 +240,16 @@ class Queued(Protocol):
         ...
 
 
-_by_tokens = attrgetter("dispatched_tokens", "name")
-
 _W = TypeVar("_W", bound=WorkerView)
 
 
-def least(workers: Sequence[_W], costs: Sequence[float]) -> _W:
-    """The worker with the least of `costs`, one for each. Ties: fewer tokens sent so far, then by name."""
+def least(workers: Sequence[_W], costs: Sequence[float], sent: str = "dispatched_tokens") -> _W:
+    """The worker with the least of `costs`, one for each. Ties: less `sent` so far, then by name."""
     lowest = min(costs)
     if costs.count(lowest) == 1:
         return workers[costs.index(lowest)]
     best = [worker for worker, cost in zip(workers, costs, strict=True) if cost == lowest]
-    return min(best, key=_by_tokens)
+    return min(best, key=attrgetter(sent, "name"))
 
 
 def least_loaded(workers: Sequence[WorkerView]) -> str:

@@ -60,8 +60,8 @@ class D2lpm(Placement):
         client, credits = request.client, self._credits
         holders: list[WorkerView] = []
         if match.tokens > self.cache_threshold * request.input_tokens:
-            held = match.lengths.get
-            holders = [worker for worker in workers if held(worker.name) == match.tokens]
+            named = match.holders
+            holders = [worker for worker in workers if worker.name in named]
         candidates = credits.usable(client, holders)
         if not candidates:
             available = credits.available(client, workers)  # this may refill

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-_MAX_SETS = 10_000
+_MAX_SETS = 4_000
 """Sets whose names are kept ready; beyond, all are forgotten."""
 
 
@@ -13,7 +13,7 @@ class WorkerBits:
         self.of: dict[str, int] = {}
         """Worker -> bit."""
         self._names: dict[int, str] = {}
-        self._sets: dict[int, tuple[str, ...]] = {}
+        self._sets: dict[int, dict[str, None]] = {}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._names)
@@ -33,13 +33,13 @@ class WorkerBits:
         del self._names[self.of.pop(worker)]
         self._sets.clear()
 
-    def names(self, mask: int) -> tuple[str, ...]:
-        """The workers of a mask, in the order of their bits."""
+    def names(self, mask: int) -> dict[str, None]:
+        """The workers of a mask, in the order of their bits. Not to be changed."""
         names = self._sets.get(mask)
         if names is None:
             if len(self._sets) >= _MAX_SETS:
                 self._sets.clear()
-            names = self._sets[mask] = tuple(self._names[bit] for bit in bits(mask))
+            names = self._sets[mask] = dict.fromkeys(self._names[bit] for bit in bits(mask))
         return names
 
 

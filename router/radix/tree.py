@@ -13,6 +13,7 @@ whole pages, because replicas cache whole pages only.
 Nothing is ever swept as a whole except by `clear`: eviction takes leaves from the front of a list.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from router.events import TOKEN_BYTES
@@ -31,7 +32,7 @@ class Match:
     """
 
     tokens: int = 0
-    holders: tuple[str, ...] = ()
+    holders: Collection[str] = ()
     lengths: dict[str, int] = field(default_factory=dict)
     branches: tuple[int, ...] = ()
     end: "tuple[Node, Node | None] | None" = field(default=None, compare=False, repr=False)
@@ -195,14 +196,16 @@ class RadixTree:
             leaf = structure.claim(structure.root(namespace), 0, tokens, usable)
         else:
             leaf = structure.grow(*match.end, match.tokens, tokens, usable)
-        for node in upwards(leaf):
-            if not node.refs:
+        node = leaf
+        while (above := node.parent) is not None:
+            if refs := node.refs:
+                refs[bit] = refs.get(bit, 0) + 1
+                node.held |= bit
+            else:
                 structure.evictable.pop(node, None)
                 node.refs = {bit: 1}
                 node.held = bit
-            else:
-                node.refs[bit] = node.refs.get(bit, 0) + 1
-                node.held |= bit
+            node = above
         hold = Hold(bit, leaf)
         self._holdings[bit].holds.add(hold)
         return hold

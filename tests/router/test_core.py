@@ -141,7 +141,7 @@ def test_a_failed_dispatch_is_asked_again_elsewhere_and_costs_no_credit():
     second = ask(made, "1", exclude=(first.worker,))
     assert {first.worker, second.worker} == {"a", "b"}
     assert made.state()["deficits"] == {"c": {first.worker: 1000, second.worker: 1000 - 64}}
-    assert made.tree.match(PROMPT).holders == (second.worker,)
+    assert tuple(made.tree.match(PROMPT).holders) == (second.worker,)
 
 
 def test_centralized_dlpm_hears_what_is_placed_and_nothing_is_known_by_what_is_given_up():
