@@ -29,7 +29,7 @@ NO_THROTTLE, BAD_LIMITS = "no_throttle", "invalid_limits"
 
 SETTLE_S = 10.0
 """Within that every gateway notices that the router is another one: it compares tables every 5 s
-(`gateway.routing.link`)."""
+(`gateway.routing.links`)."""
 
 MOST_JUDGED = 10_000
 """Decisions that are remembered for questions that come again."""

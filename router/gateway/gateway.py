@@ -24,8 +24,7 @@ from router.gateway.replicas.pool import Replicas
 from router.gateway.request.intake import Intake
 from router.gateway.request.tokens import read_tokens
 from router.gateway.routing.fleet import Fleet
-from router.gateway.routing.link import Link
-from router.gateway.routing.links import Links
+from router.gateway.routing.links import Link, Links
 from router.gateway.settings import apps, classes, facts, folders, networks, places
 from router.gateway.sharing.allowance import Capacity
 from router.gateway.usage import Usage

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from router.gateway.answer.reply import ClientGone, Reply
-from router.gateway.answer.sse import Stream, Usage, usage_of
+from router.gateway.answer.sse import Usage, stream_of, usage_of
 from tests.gateway.clusters import call
 from tests.support.virtual_time import VirtualLoop
 
@@ -31,7 +31,7 @@ def test_events_of_usage_alone_are_hidden_and_all_others_passed_on(
     sent = [f"data: {json.dumps(event)}\n\n".encode() for event in events]
     whole = b"".join(sent) + b"data: [DONE]\n\n"
     asked = {"stream_options": {"include_usage": True}} if is_shown else {}
-    stream = Stream(call("chat", stream=True, **asked))
+    stream = stream_of(call("chat", stream=True, **asked))
     got = b"".join(stream.feed(whole[at : at + step]) for at in range(0, len(whole), step))
     hidden = [] if is_shown else [ALONE, TWICE]
     kept = [one for one, event in zip(sent, events, strict=True) if event not in hidden]
@@ -42,7 +42,7 @@ def test_events_of_usage_alone_are_hidden_and_all_others_passed_on(
 
 
 def test_without_usage_events_are_counted() -> None:
-    stream = Stream(call("completions", stream=True))
+    stream = stream_of(call("completions", stream=True))
     for _ in range(5):
         stream.feed(b'data: {"choices":[{"text":"a"}]}\n\n')
     assert stream.usage == Usage(4)
@@ -54,7 +54,7 @@ def test_generate_streams_count_the_last_of_each_index() -> None:
         meta = {"completion_tokens": tokens, "cached_tokens": index}
         return b"data: " + json.dumps({"index": index, "meta_info": meta}).encode() + b"\n\n"
 
-    stream = Stream(call("generate", text=["a", "b"], stream=True))
+    stream = stream_of(call("generate", text=["a", "b"], stream=True))
     stream.feed(event(0, 1) + event(1, 1) + event(0, 2))
     stream.feed(event(1, 2) + event(1, 5) + b"data: [DONE]\n\n")
     assert stream.usage == Usage(7, 1)

@@ -17,8 +17,8 @@ from router.events import (
     decode_event,
     encode,
 )
-from router.gateway.routing.fallback import SLACK, choose
 from router.gateway.routing.fleet import MAX_ENDED, ONE, Fleet
+from router.gateway.routing.routers import SLACK, choose
 from sglang_fair.core.interactions import Interaction
 
 [ROUTER] = ONE

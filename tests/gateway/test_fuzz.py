@@ -31,7 +31,7 @@ from router.events import (
     encode,
 )
 from router.gateway.answer.resume import Diverged, Resumable
-from router.gateway.answer.sse import Stream
+from router.gateway.answer.sse import stream_of
 from router.gateway.errors import ApiError
 from router.gateway.request.call import Call
 from router.gateway.request.names import Names
@@ -213,7 +213,7 @@ def test_whatever_a_replica_streams_is_passed_on_or_given_up(
     kind: Any, first: list[Any], second: list[Any]
 ) -> None:
     call = _call(kind)
-    resumable, stream = Resumable(call), Stream(call)
+    resumable, stream = Resumable(call), stream_of(call)
     for leg in (first, second):
         data = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in leg)
         with suppress(Diverged):

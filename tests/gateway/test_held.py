@@ -38,8 +38,7 @@ from router.events import (
 )
 from router.gateway.routing import link as link_module
 from router.gateway.routing.fleet import Fleet
-from router.gateway.routing.link import Link
-from router.gateway.routing.links import Links
+from router.gateway.routing.links import Link, Links
 from router.placement import build
 from router.throttling import Throttling
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER

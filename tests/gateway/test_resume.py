@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.gateway.answer.resume import Diverged, Resumable
-from router.gateway.answer.sse import COMMENTS, Stream
+from router.gateway.answer.sse import COMMENTS, stream_of
 from router.gateway.request.call import Call
 from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
@@ -96,7 +96,7 @@ class Client:
             # A replica that has not sent any ids yet may be one that sends none.
             whole = len(part) if COMMENTS.search(data) or not with_ids else part.find(b"\n\n") + 2
             data += part[: rng.randrange(whole)]
-        stream = Stream(self.leg)
+        stream = stream_of(self.leg)
         while data:
             size = rng.randrange(1, 400)
             if shown := stream.feed(data[:size]):

@@ -13,8 +13,7 @@ import zmq
 from router.core import Router
 from router.events import Arrive, Event, Place, WorkerUp
 from router.gateway.routing.fleet import Fleet
-from router.gateway.routing.link import Link
-from router.gateway.routing.links import Links
+from router.gateway.routing.links import Link, Links
 from router.placement import build
 from router.shell import Shell
 from router.wire import encode_sequence, pack_tokens

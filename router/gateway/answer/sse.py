@@ -62,141 +62,104 @@ class _Details(msgspec.Struct):
     cached_tokens: Count | None = None
 
 
-class _OpenAIUsage(msgspec.Struct):
+class _Counts(msgspec.Struct):
+    """A usage, as any of the APIs has it."""
+
     completion_tokens: Count | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _OpenAIAnswer(msgspec.Struct):
-    usage: _OpenAIUsage | None = None
-    choices: list[msgspec.Raw] = []
-
-
-class _Meta(msgspec.Struct):
-    completion_tokens: Count = 0
-    cached_tokens: Count | None = None
-
-
-class _Generated(msgspec.Struct):
-    meta_info: _Meta | None = None
-    index: int = 0
-
-
-class _TypedUsage(msgspec.Struct):
-    """Of both APIs."""
-
     output_tokens: Count | None = None
-    input_tokens_details: _Details | None = None
+    cached_tokens: Count | None = None
     cache_read_input_tokens: Count | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+
+    def usage(self) -> Usage:
+        details = self.prompt_tokens_details or self.input_tokens_details
+        cached = self.cache_read_input_tokens if self.cached_tokens is None else self.cached_tokens
+        output = self.completion_tokens if self.output_tokens is None else self.output_tokens
+        return Usage(output or 0, cached if details is None else details.cached_tokens)
 
 
 class _Answer(msgspec.Struct):
     """What can hold a usage: an answer, an event, or what an event is about."""
 
-    usage: _TypedUsage | None = None
+    usage: _Counts | None = None
+    meta_info: _Counts | None = None
+    index: int = 0
+    choices: list[msgspec.Raw] = []
     response: "_Answer | None" = None
     message: "_Answer | None" = None
 
 
-_ANSWERS = msgspec.json.Decoder(_Answer)
-_OPENAI = msgspec.json.Decoder(_OpenAIAnswer)
-_GENERATED = msgspec.json.Decoder(_Generated)
-_GENERATED_ONE_OR_MORE = msgspec.json.Decoder(_Generated | list[_Generated])
+_ANSWER = msgspec.json.Decoder(_Answer)
+_ONE_OR_MORE = msgspec.json.Decoder(_Answer | list[_Answer])
 
 
 def usage_of(kind: Kind, body: bytes) -> Usage | None:
     try:
-        if kind in ENDS:
-            return _typed_usage(_ANSWERS.decode(body).usage)
-        if kind != "generate":
-            return _openai_usage(_OPENAI.decode(body).usage)
-        answers = _GENERATED_ONE_OR_MORE.decode(body)
+        found = _ONE_OR_MORE.decode(body)
     except msgspec.MsgspecError:
         return None
-    return _sum(answers if isinstance(answers, list) else [answers])
+    answers = found if isinstance(found, list) else [found]
+    return _sum([one.meta_info if kind == "generate" else one.usage for one in answers])
 
 
-def stream_of(call: Call) -> "Stream | TypedStream":
-    return TypedStream(call.kind) if call.kind in ENDS else Stream(call)
+def stream_of(call: Call) -> "Stream":
+    return (TypedStream if call.kind in ENDS else Generated if call.kind == "generate" else Stream)(call)
 
 
-class Events:
-    """A stream as it comes, a piece at a time."""
+class Stream:
+    """One streamed response, of a chat or a completion. `feed` it the replica's bytes; it returns the client's."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call) -> None:
+        self.events = 0
+        """Events, or pieces of text, so far: an estimate of the output tokens until a usage comes."""
+        self.ended = False
+        """The last event has passed: the response is complete."""
+        self.rids: set[str] = set()
+        """Ids that the replica gave to the samples of a request with n > 1."""
+        self._kind = call.kind
         self._part = b""
+        """The beginning of an event."""
+        self._hide_usage = not call.wants_usage
+        self._samples = call.samples
+        self._has_comments = call.asks_for_token_ids
+        self._learns_rids = call.samples > max(1, len(call.prompts))
+        self._usage: Usage | None = None
 
-    def whole(self, chunk: bytes) -> bytes:
-        """The events that are whole with `chunk`; the rest of it is kept."""
+    def feed(self, chunk: bytes) -> bytes:
+        """Takes bytes as they came. Returns the events that are complete, without those hidden from the client."""
         data = self._part + chunk if self._part else chunk
         end = data.rfind(END_OF_EVENT) + len(END_OF_EVENT)
         if end < len(END_OF_EVENT):
             self._part = data
             return b""
         self._part = data[end:]
-        return data[:end] if self._part else data
+        return self._pass(data[:end] if self._part else data)
 
+    @property
+    def usage(self) -> Usage:
+        """The replica's numbers, or an estimate from the number of events."""
+        # A chat stream opens each answer with an event that names the role.
+        return self._usage or Usage(max(0, self.events - self._samples))
 
-class Stream(Events):
-    """One streamed response. `feed` it the replica's bytes; it returns the client's."""
+    @property
+    def next_number(self) -> int:
+        """The sequence number that follows those of the events so far, in a stream that has such."""
+        return 0
 
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.events = 0
-        """Events so far: an estimate of the output tokens until a usage comes."""
-        self.ended = False
-        """[DONE] has passed: the response is complete."""
-        self.next_number = 0
-        self.rids: set[str] = set()
-        """Ids that the replica gave to the samples of a request with n > 1."""
-        self._kind = call.kind
-        self._hide_usage = not call.wants_usage
-        self._samples = call.samples
-        self._has_comments = call.asks_for_token_ids
-        self._learns_rids = call.samples > max(1, len(call.prompts))
-        self._usage: Usage | None = None
-        self._latest: dict[int, bytes] = {}
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Takes bytes as they came. Returns the events that are complete, without those hidden from the client."""
-        if not (events := self.whole(chunk)):
-            return b""
+    def _pass(self, events: bytes) -> bytes:
+        """Whole events: reads them, and returns what the client gets."""
         self.events += events.count(END_OF_EVENT)
         if self._has_comments:
             self.events -= len(COMMENTS.findall(events))
         self.ended = self.ended or events.endswith(DONE)
         if self._learns_rids:
             self.rids.update(rid.decode() for rid in _RID.findall(events))
-        if self._kind == "generate":
-            self._keep_latest(events)
-            return events
+        return self._read(events)
+
+    def _read(self, events: bytes) -> bytes:
+        """Reads their usage; what the client gets of them."""
         return self._without_usage(events) if _USAGE.search(events) else events
-
-    @property
-    def usage(self) -> Usage:
-        """The replica's numbers, or an estimate from the number of events."""
-        if self._latest:
-            answers = []
-            for event in self._latest.values():
-                try:
-                    answers.append(_GENERATED.decode(data_of(event)))
-                except msgspec.MsgspecError:
-                    continue
-            return _sum(answers) or Usage()
-        # A chat stream opens each answer with an event that names the role.
-        return self._usage or Usage(max(0, self.events - self._samples))
-
-    def _keep_latest(self, events: bytes) -> None:
-        if self._samples == 1:
-            last = events[:-2] if not self.ended else events[: -len(DONE)].removesuffix(END_OF_EVENT)
-            if last:
-                self._latest[0] = last[last.rfind(END_OF_EVENT) + 2 if END_OF_EVENT in last else 0 :]
-            return
-        for event in split(events):
-            try:
-                self._latest[_GENERATED.decode(data_of(event)).index] = event
-            except msgspec.MsgspecError:
-                continue
 
     def _without_usage(self, events: bytes) -> bytes:
         """Looks at the events alone that have a usage: of many that came together it is mostly one."""
@@ -215,68 +178,89 @@ class Stream(Events):
 
     def _is_usage_alone(self, event: bytes) -> bool:
         """Reads an event that may have a usage. Whether it is one that is hidden from the client."""
-        try:
-            answer = _OPENAI.decode(data_of(event))
-        except msgspec.MsgspecError:
+        answer = _answer_in(event)
+        if answer is None or answer.choices or answer.usage is None:
             return False
-        if answer.choices or answer.usage is None:
-            return False
-        self._usage = _openai_usage(answer.usage)
+        self._usage = answer.usage.usage()
         return self._hide_usage
 
 
-class TypedStream(Events):
-    """One streamed answer. `feed` it the replica's bytes; it returns those of whole events."""
+class Generated(Stream):
+    """One of /generate, whose events are cumulative."""
 
-    def __init__(self, kind: Kind) -> None:
-        super().__init__()
-        self.events = 0
-        """Pieces of text so far: an estimate of the output tokens until the usage comes."""
-        self.ended = False
-        """The last event has passed."""
-        self.rids: frozenset[str] = frozenset()
-        self._ends, self._with_usage = ENDS[kind], _WITH_USAGE[kind]
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._latest: dict[int, bytes] = {}
+        """By index of the answer."""
+
+    @property
+    def usage(self) -> Usage:
+        answers = map(_answer_in, self._latest.values())
+        return _sum([one.meta_info for one in answers if one is not None]) or super().usage
+
+    def _read(self, events: bytes) -> bytes:
+        if self._samples == 1:
+            last = events[:-2] if not self.ended else events[: -len(DONE)].removesuffix(END_OF_EVENT)
+            if last:
+                self._latest[0] = last[last.rfind(END_OF_EVENT) + 2 if END_OF_EVENT in last else 0 :]
+            return events
+        for event in split(events):
+            if (found := _answer_in(event)) is not None:
+                self._latest[found.index] = event
+        return events
+
+
+class TypedStream(Stream):
+    """One whose events have types: of /v1/responses and /v1/messages."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._ends, self._with_usage = ENDS[call.kind], _WITH_USAGE[call.kind]
         self._last = b""
         self._output: int | None = None
         self._cached: int | None = None
 
-    def feed(self, chunk: bytes) -> bytes:
-        """Takes what has come and returns the whole events of it."""
-        if not (events := self.whole(chunk)):
-            return b""
-        self._last = events
-        self.events += len(_DELTA.findall(events))
-        if self._with_usage.search(events):
-            self._read(events)
-        self.ended = self.ended or self._ends.search(events) is not None
-        return events
-
     @property
     def usage(self) -> Usage:
-        """The replica's numbers, or an estimate from the number of events."""
         return Usage(self.events if self._output is None else self._output, self._cached)
 
     @property
     def next_number(self) -> int:
-        """The sequence number that follows those of the events so far."""
         numbers = _SEQUENCE.findall(self._last)
         return int(numbers[-1]) + 1 if numbers else 0
 
-    def _read(self, events: bytes) -> None:
-        for event in events.split(END_OF_EVENT):
-            if not self._with_usage.search(event):
-                continue
-            try:
-                found = _ANSWERS.decode(event[event.index(b"\ndata:") + 6 :])
-            except (ValueError, msgspec.MsgspecError):
-                continue
-            inner = found.response or found.message
-            usage = _typed_usage(inner.usage if inner is not None else found.usage)
-            if usage is None:
-                continue
-            self._cached = self._cached if usage.cached_tokens is None else usage.cached_tokens
-            if found.message is None:  # its beginning says 0
-                self._output = usage.output_tokens
+    def _pass(self, events: bytes) -> bytes:
+        self._last = events
+        self.events += len(_DELTA.findall(events))
+        if self._with_usage.search(events):
+            for event in filter(self._with_usage.search, split(events)):
+                self._count(_answer_in(event[event.find(b"\ndata:") + 1 :]))
+        self.ended = self.ended or self._ends.search(events) is not None
+        return events
+
+    def _count(self, found: _Answer | None) -> None:
+        if found is None or (counts := (found.response or found.message or found).usage) is None:
+            return
+        usage = counts.usage()
+        self._cached = self._cached if usage.cached_tokens is None else usage.cached_tokens
+        if found.message is None:  # its beginning says 0
+            self._output = usage.output_tokens
+
+
+def _answer_in(event: bytes) -> _Answer | None:
+    try:
+        return _ANSWER.decode(data_of(event))
+    except msgspec.MsgspecError:
+        return None
+
+
+def _sum(counts: list[_Counts | None]) -> Usage | None:
+    """None where nothing is counted."""
+    usages = [one.usage() for one in counts if one is not None]
+    if not usages:
+        return None
+    cached = [one.cached_tokens for one in usages if one.cached_tokens is not None]
+    return Usage(sum(one.output_tokens for one in usages), sum(cached) if cached else None)
 
 
 def split(events: bytes) -> Iterator[bytes]:
@@ -286,29 +270,6 @@ def split(events: bytes) -> Iterator[bytes]:
 
 def data_of(event: bytes) -> bytes:
     return event.removeprefix(b"data:").strip()
-
-
-def _openai_usage(usage: _OpenAIUsage | None) -> Usage | None:
-    if usage is None:
-        return None
-    details = usage.prompt_tokens_details
-    return Usage(usage.completion_tokens or 0, details.cached_tokens if details else None)
-
-
-def _sum(answers: list[_Generated]) -> Usage | None:
-    metas = [answer.meta_info for answer in answers if answer.meta_info is not None]
-    if not metas:
-        return None
-    cached = [meta.cached_tokens for meta in metas if meta.cached_tokens is not None]
-    return Usage(sum(meta.completion_tokens for meta in metas), sum(cached) if cached else None)
-
-
-def _typed_usage(usage: _TypedUsage | None) -> Usage | None:
-    if usage is None:
-        return None
-    details = usage.input_tokens_details
-    cached = usage.cache_read_input_tokens if details is None else details.cached_tokens
-    return Usage(usage.output_tokens or 0, cached)
 
 
 def error_event(kind: Kind, error: ApiError, number: int = 0) -> bytes:

@@ -28,8 +28,7 @@ from router.events import (
     Workers,
     WorkerUp,
 )
-from router.gateway.routing.fallback import choose
-from router.gateway.routing.routers import Routers
+from router.gateway.routing.routers import Routers, choose
 from router.models import meant
 from sglang_fair.core.interactions import Interaction
 

@@ -1,10 +1,10 @@
-"""Which of several routers decides for a client.
+"""Which of several routers decides for a client, and, while none answers, which worker takes its requests.
 
 Rule. Each client has its own order of the routers (`preferred`), and its requests go to the first of them that is in
 service. A router is in service from its first answer on, and out of it as soon as it is lost. One that was lost and
 answers again is in service once it has answered for `BACK_S` without a break, so that a router that comes and goes
 does not move its clients each time, and one that was restarted has been told what it needs. Until then it is asked
-after all others, before the gateway places by itself (`fallback`).
+after all others, before the gateway places by itself (`choose`).
 One that orders the replicas' queues (placement `qlm`) does so as if it were alone: of several that do, the first named
 one decides for all clients that any of them would, and the others are refused for good, whether or not it answers.
 Unit: clients. Bound: a router that is lost moves its own clients only. Leaks: a router knows the load that came through
@@ -13,10 +13,13 @@ meet.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 BACK_S = 3.0
-"""As long as the silence after which a router is lost (`link`)."""
+"""As long as the silence after which a router is lost (`links`)."""
+
+SLACK = 0.25
+"""How far above the mean a worker's load may be before a client goes elsewhere."""
 
 
 def preferred(client: str, names: Iterable[str]) -> list[str]:
@@ -25,6 +28,23 @@ def preferred(client: str, names: Iterable[str]) -> list[str]:
     name-based mappings to increase hit rates", section III)."""
     key = hashlib.blake2b(client.encode()).digest()
     return sorted(names, key=lambda name: (hashlib.blake2b(name.encode(), key=key).digest(), name))
+
+
+def choose(client: str, in_flight: Mapping[str, int], capacity: Mapping[str, float]) -> str:
+    """The worker for a request of `client` while no router answers, one of those in `in_flight`, which must not be
+    empty: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2018).
+
+    Rule. The first worker in the client's order whose load is below (1 + SLACK) times the mean, the request itself
+    counted; if there is none, the least loaded. So a client stays with one worker, where its prefixes are cached, and
+    all gateways agree on which. Unit: this gateway's requests in flight, divided by capacity. Bound: no load exceeds
+    (1 + SLACK) times the mean, rounded up. Leaks: different prefixes of one client are not told apart; fairness is left
+    to the replicas.
+    """
+    bound = (1 + SLACK) * (sum(in_flight.values()) + 1) / sum(capacity[name] for name in in_flight)
+    for name in preferred(client, in_flight):
+        if in_flight[name] / capacity[name] < bound:
+            return name
+    return min(in_flight, key=lambda name: (in_flight[name] / capacity[name], name))
 
 
 class Routers:
