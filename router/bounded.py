@@ -15,8 +15,7 @@ from typing import cast
 
 from aiohttp import web
 
-from router.gateway.clients import address_share
-from router.shared_limit import SharedLimit
+from router.shared_limit import SharedLimit, address_share
 
 HEAD_TIMEOUT_S = 15.0
 MOST_CONNECTIONS = 512

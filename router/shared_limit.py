@@ -8,7 +8,11 @@ free goes first to those who hold least. Knobs: the size. Leaks: weights do not 
 service, only the right to wait for it; and nothing is taken back from clients that came early.
 """
 
+import contextlib
 from collections import Counter
+from collections.abc import Sequence
+from ipaddress import IPv6Address
+from typing import Any
 
 
 class SharedLimit:
@@ -41,3 +45,16 @@ class SharedLimit:
     def most(self, count: int) -> dict[str, int]:
         """The `count` clients that hold most, and how much."""
         return dict(self._held.most_common(count))
+
+
+def address_share(peer: Sequence[Any] | None) -> str:
+    """The name by which a request shares the limits while only its peer, (host, port), is known.
+
+    No client can have such a name (`common.identity.bounded` escapes the parenthesis). IPv6 addresses of one /64 share
+    one name, because a single site has that many addresses.
+    """
+    host = str(peer[0]) if peer else ""
+    if ":" in host:
+        with contextlib.suppress(ValueError):
+            host = str(IPv6Address(int(IPv6Address(host)) >> 64 << 64))
+    return f"({host})"

@@ -18,11 +18,10 @@ from router.gateway.access.quota import MEMORY
 from router.gateway.address import SharedPort, check_free, shown
 from router.gateway.app import SETTINGS_VARIABLE, create_app
 from router.gateway.guard import KEY_VARIABLE
-from router.gateway.limits import fit
 from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
 from router.gateway.request.tokens import TokenizerError, read_tokens
-from router.gateway.settings import check, folders
+from router.gateway.settings import check, fit, folders
 from router.process import collect_seldom, raise_limit
 from sglang_fair.common.listening import is_loopback
 from sglang_fair.common.processes import die_with_parent

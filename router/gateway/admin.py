@@ -23,7 +23,7 @@ from router.gateway.errors import ApiError, describe
 from router.gateway.operations import Operation, read_body
 from router.gateway.replicas.health import models_in
 from router.gateway.replicas.pool import Replicas
-from router.gateway.request.names import Names, model_not_found
+from router.gateway.request.call import Names, model_not_found
 from router.gateway.routing.links import Links
 from router.throttling import NO_THROTTLE
 from sglang_fair.common.weights import MOST_WEIGHT

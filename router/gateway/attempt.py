@@ -15,7 +15,6 @@ from router.events import Outcome as Ending
 from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import Usage, stream_of, usage_of
-from router.gateway.clients import header_safe
 from router.gateway.errors import describe, of_replica
 from router.gateway.gateway import Gateway
 from router.gateway.record import Try
@@ -23,6 +22,7 @@ from router.gateway.replicas.connections import Asking, Broken, Connection, NoDe
 from router.gateway.replicas.retries import Failed
 from router.gateway.request.call import Call
 from router.gateway.request.kinds import PATHS, style_of
+from sglang_fair.common.identity import bounded
 from sglang_fair.common.swapping import MISDIRECTED
 
 log = logging.getLogger("gateway")
@@ -249,7 +249,7 @@ class Attempt:
     def _headers(self, answer: Connection) -> dict[str, str]:
         headers = {
             "content-type": answer.headers.get("content-type", "application/json"),
-            "x-fair-worker": header_safe(self._place.worker),
+            "x-fair-worker": bounded(self._place.worker),
             "x-fair-client": self._suspicion.client,
             "x-fair-request-id": self._place.id,
             "x-fair-matched-tokens": str(self._place.matched_tokens),

@@ -11,8 +11,7 @@ from msgspec.structs import asdict
 
 from router.batches.model import ClientTotals
 from router.events import Due
-from router.gateway.access.directory import Directory
-from router.gateway.access.identity import Headers, Identity, Peer
+from router.gateway.access.identity import Directory, Headers, Identity, Peer
 from router.gateway.access.quota import Quotas
 from router.gateway.address import shown
 from router.gateway.explain import Explainer
@@ -26,7 +25,7 @@ from router.gateway.request.tokens import read_tokens
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.links import Link, Links
 from router.gateway.settings import apps, classes, facts, folders, networks, places
-from router.gateway.sharing.allowance import Capacity
+from router.gateway.sharing import Capacity
 from router.gateway.usage import Usage
 from router.shared_limit import SharedLimit
 from sglang_fair.common import tls

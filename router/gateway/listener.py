@@ -14,10 +14,9 @@ from typing import Any, cast
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.gateway.clients import address_share
 from router.gateway.errors import overloaded
 from router.gateway.metrics import Count
-from router.shared_limit import SharedLimit
+from router.shared_limit import SharedLimit, address_share
 
 STATE = "connections"
 """Where the application's lifespan puts its `ConnectionBounds`, unless the server is given them."""

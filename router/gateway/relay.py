@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 from starlette.types import Receive, Scope, Send
 
 from router.events import TOKEN_BYTES
-from router.gateway.access.directory import Known
+from router.gateway.access.identity import Known
 from router.gateway.access.quota import Ticket
 from router.gateway.answer.reply import ClientGone, Reply
-from router.gateway.clients import address_share, header_safe
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.listener import when_client_leaves
@@ -29,7 +28,8 @@ from router.gateway.record import REQUEST_ID
 from router.gateway.request.call import Call, check_models
 from router.gateway.request.kinds import PATHS, Kind, style_of
 from router.gateway.serving import Outcome, Serving
-from router.gateway.sharing.allowance import Allowance
+from router.gateway.sharing import Allowance
+from router.shared_limit import address_share
 from sglang_fair.common import token_ids
 from sglang_fair.common.caller import HEADER_SALT, Caller, salt_header
 from sglang_fair.common.deadlines import BadDeadline, Promise, attained
@@ -38,6 +38,7 @@ from sglang_fair.common.identity import (
     ANONYMOUS,
     HEADER_CLIENT,
     HEADER_SYSTEM_TOKENS,
+    bounded,
 )
 from sglang_fair.common.interaction import Apps, Part, part_of
 from sglang_fair.common.record import MOST_NAME
@@ -240,7 +241,7 @@ class Relay:
             HEADER_CLIENT: self._row.client,
             **self._known.caller.headers(),
             REQUEST_ID: self._row.name,
-            **{name: header_safe(self._headers[name]) for name in names if self._headers.get(name)},
+            **{name: bounded(self._headers[name]) for name in names if self._headers.get(name)},
             **self._part.headers(),
         }
         if call.asks_for_token_ids:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from router.client import RouterGone
 from router.events import Arrive, Due, Place, Refuse, Suspicion
-from router.gateway.access.directory import Known
+from router.gateway.access.identity import Known
 from router.gateway.answer.reply import Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import DONE, error_event

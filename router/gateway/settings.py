@@ -2,6 +2,7 @@
 setting."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import TypeVar
@@ -13,11 +14,15 @@ from sglang_fair.common.fields import Facts
 from sglang_fair.common.files import read_json
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.common.interaction import Apps, make_apps
-from sglang_fair.common.pairs import split_pairs
+from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.settings import protection, table
-from sglang_fair.settings.setting import SettingError
+from sglang_fair.settings.setting import SettingError, settings_of
 
 Made = TypeVar("Made")
+Bounded = TypeVar("Bounded", bound=table.Limits)
+
+OTHER_DESCRIPTORS = 128
+"""Open files besides connections of clients and of requests."""
 Network = IPv4Network | IPv6Network
 
 
@@ -89,3 +94,35 @@ def _read(field: str, before: str, read: Callable[[], Made]) -> Made:
         return read()
     except ValueError as error:
         raise SettingError(f"{before}{error}", field) from None
+
+
+def fit(limits: Bounded, descriptors: int) -> Bounded:
+    """`limits` with which a process that may open so many files does not run out of them.
+
+    A request needs one for its replica, besides its client's connection.
+    """
+    free = max(3, descriptors - OTHER_DESCRIPTORS)
+    requests = min(limits.max_in_flight, max(free // 3, free - limits.max_connections))
+    return replace(
+        limits, max_in_flight=requests, max_connections=min(limits.max_connections, free - requests)
+    )
+
+
+def limits_in(text: str) -> dict[str, int | float]:
+    """The limits in `max-in-flight=100,body-timeout=60`, by field.
+
+    Raises ValueError, in one line, for what is no pair, given twice, no limit, or no value that it may have.
+    """
+    known = {setting.key: setting for setting in settings_of(table.Limits).values()}
+    found: dict[str, int | float] = {}
+    for key, value in split_pairs(text, "limit"):
+        setting = known.get(key.replace("-", "_").removeprefix("__"))
+        if setting is None:
+            names = ", ".join(one.flag.removeprefix("--") for one in known.values())
+            raise ValueError(f"a gateway has no limit {key!r:.80}; there are {names}")
+        if setting.field in found:
+            raise ValueError(f"limit {key!r:.80} is given twice")
+        number = typed(value, setting.kind, f"limit {key}")
+        setting.check(number, f"limit {key}")
+        found[setting.field] = number
+    return found

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from router.gateway.access.directory import Known
+from router.gateway.access.identity import Known
 from router.gateway.access.quota import Quotas
 from router.gateway.metrics import GatewayMetrics, by_class
 from router.gateway.replicas.pool import Replicas

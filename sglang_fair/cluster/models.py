@@ -24,7 +24,7 @@ from sglang_fair.settings.table import Cluster
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 NONE, ALL = "none", "all"
 RESERVED = "default"
-"""Clients mean the first model by it (`router.gateway.request.names`)."""
+"""Clients mean the first model by it (`router.gateway.request.call`)."""
 
 _M = TypeVar("_M")
 

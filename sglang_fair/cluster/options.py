@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from router.batches.folder import check as check_batches
-from router.gateway import limits
 from router.gateway.settings import check as check_gateway
+from router.gateway.settings import limits_in
 from router.placement import build, parameters, parse_options, plans
 from sglang_fair.cluster import models
 from sglang_fair.common.deadlines import DEFAULT_CLASSES
@@ -167,7 +167,7 @@ def check(options: Options) -> None:
             "placement_options",
             lambda: build(options.placement_name(), **parse_options(options.placement_options)),
         ),
-        ("gateway_options", lambda: limits.parse(options.gateway_options)),
+        ("gateway_options", lambda: limits_in(options.gateway_options)),
         ("batches", lambda: _check_batches(options)),
     )
     for field, make in checks:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from router.batches.folder import absolute
 from router.events import WorkerUp
-from router.gateway import limits
+from router.gateway.settings import limits_in
 from router.replica_lists import specs
 from sglang_fair.cluster.gpus import Gpu, Machine, environment
 from sglang_fair.cluster.options import ConfigError, Device, Options, extra_argument, page_tokens
@@ -312,7 +312,7 @@ def _gateway_settings(options: Options, models: Sequence[Model], router: str, po
         "drain_s": GATEWAY_DRAIN_S,
         "notice_s": 0.0,
         "batches": absolute(options.batches),
-        **limits.parse(options.gateway_options),
+        **limits_in(options.gateway_options),
     }
 
 

@@ -22,9 +22,8 @@ from router.gateway.app import App, create_app
 from router.gateway.gateway import Gateway
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.listener import Listener
-from router.gateway.request.call import Call
+from router.gateway.request.call import Call, Names
 from router.gateway.request.kinds import PATHS
-from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.placement import build
 from router.shell import Shell

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.gateway.access import directory
+from router.gateway.access import identity
 from router.gateway.replicas import pool
 from tests.gateway.clusters import Cluster, cluster
 from tests.support.stand_in import make_tokenizer
@@ -58,7 +58,7 @@ def runner(loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> Iter
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files and replicas are looked at again soon."""
-    monkeypatch.setattr(directory, "LOOK_S", 0.02)
+    monkeypatch.setattr(identity, "LOOK_S", 0.02)
     monkeypatch.setattr(pool, "INTERVAL_S", 0.05)
 
 

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.access.directory import Directory
-from router.gateway.access.identity import Identity, is_trusted
+from router.gateway.access.identity import Directory, Identity, is_trusted
 from router.gateway.address import check_free
 from router.gateway.app import App, create_app
 from router.gateway.errors import ApiError

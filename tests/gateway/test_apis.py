@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from router.gateway.answer.sse import TypedStream, Usage, error_event, stream_of, usage_of
 from router.gateway.errors import ANTHROPIC_TYPES, ApiError, of_replica
+from router.gateway.request.call import Names
 from router.gateway.request.kinds import ANTHROPIC, BY_HEADER, PATHS, WITHOUT_ENGINE, Kind, style_of
-from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.gateway.request.tokens import Tokens
 from router.wire import namespace

@@ -8,11 +8,12 @@ import time
 
 import pytest
 
-from router.gateway.clients import address_share, header_safe
 from router.gateway.replicas.connections import NoDescriptors
 from router.gateway.request.chunks import ChunkedTokenizer
 from router.gateway.request.parse import LARGE_BODY_BYTES, parse
 from router.gateway.serving import LARGE_BYTES
+from router.shared_limit import address_share
+from sglang_fair.common.identity import bounded
 from tests.gateway.clusters import CHAT, COMPLETION, DEADLINE_S, Cluster, FakeReplica
 from tests.support.stand_in import MODEL
 from tests.support.waiting import eventually
@@ -62,7 +63,7 @@ async def test_bodies_that_are_not_read_yet_count_for_their_address(c: Cluster) 
 )
 def test_an_address_is_a_share_that_no_client_can_name(peer: tuple | None, share: str) -> None:
     assert address_share(peer) == share
-    assert header_safe(share) != share
+    assert bounded(share) != share
 
 
 @pytest.mark.cluster(body_timeout_s=0.2)

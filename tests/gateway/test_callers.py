@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.gateway.errors import ApiError
-from router.gateway.request.call import Call
+from router.gateway.request.call import Call, Names
 from router.gateway.request.kinds import BY_HEADER, PATHS, WITHOUT_ENGINE
-from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.wire import namespace
 from sglang_fair.common.caller import GROUP_MARK, HEADER_WEIGHT, read_weight, salted

@@ -33,8 +33,7 @@ from router.events import (
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import stream_of
 from router.gateway.errors import ApiError
-from router.gateway.request.call import Call
-from router.gateway.request.names import Names
+from router.gateway.request.call import Call, Names
 from router.gateway.request.parse import parse
 from router.placement import PLACEMENTS, build
 from router.wire import decode_kv_batch

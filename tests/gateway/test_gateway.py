@@ -11,10 +11,9 @@ import msgspec
 import pytest
 import yarl
 
-from router.gateway.clients import header_safe
 from router.gateway.errors import ApiError
+from router.gateway.request.call import Names
 from router.gateway.request.intake import Intake
-from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from router.gateway.request.tokens import TokenizerError, Tokens
 from sglang_fair.common.identity import HEADER_ATTEMPT
@@ -421,12 +420,6 @@ async def test_without_a_router_and_without_workers_the_client_is_told_to_come_b
 def test_settings_reach_worker_processes_whole() -> None:
     given = gateway_settings("tcp://x:1", Path("/t"), tries=1, idle_timeout_s=2.0, slo_classes={"soon": 1.0})
     assert msgspec.json.decode(msgspec.json.encode(given), type=type(given)) == given
-
-
-def test_header_safe_names() -> None:
-    assert header_safe("Alice & Bob, 50%") == "Alice & Bob, 50%"
-    assert header_safe("a\nb") == "a%0Ab"
-    assert len(header_safe("é" * 128)) <= 128
 
 
 def test_chats_that_the_template_refuses_are_routed_by_their_text(tokenizer: Path) -> None:

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from router.events import WorkerUp
 from router.gateway.errors import ApiError
-from router.gateway.limits import OTHER_DESCRIPTORS, fit
-from router.gateway.limits import parse as parse_limits
 from router.gateway.replicas.health import Contexts
-from router.gateway.request.names import Names
+from router.gateway.request.call import Names
 from router.gateway.request.parse import MAX_VALUES, check_size, parse
 from router.gateway.request.schema import MAX_MESSAGES
+from router.gateway.settings import OTHER_DESCRIPTORS, fit, limits_in
 from sglang_fair.settings.table import Limits
 
 JSON = st.recursive(
@@ -26,8 +25,8 @@ JSON = st.recursive(
 
 
 def test_limits_are_read() -> None:
-    assert parse_limits("") == {}
-    assert parse_limits(" max-in-flight=7 , body_timeout=2.5,--tries=2") == {
+    assert limits_in("") == {}
+    assert limits_in(" max-in-flight=7 , body_timeout=2.5,--tries=2") == {
         "max_in_flight": 7,
         "body_timeout_s": 2.5,
         "tries": 2,
@@ -50,7 +49,7 @@ def test_limits_are_read() -> None:
 )
 def test_what_is_no_limit_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        parse_limits(text)
+        limits_in(text)
     assert "\n" not in str(caught.value)
 
 

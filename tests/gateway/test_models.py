@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from router.events import Place
-from router.gateway.request.names import Names
+from router.gateway.request.call import Names
 from tests.gateway.clusters import (
     COMPLETION,
     ENDPOINTS,

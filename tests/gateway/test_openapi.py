@@ -21,8 +21,8 @@ from schemathesis.specs.openapi import checks
 from router.gateway.app import create_app
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.openapi import describe
+from router.gateway.request.call import Names
 from router.gateway.request.kinds import PATHS
-from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from tests.gateway.clusters import Cluster, add_tenant, cluster, gateway_settings, stand_ins
 from tests.support.apis import BODIES

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.gateway.access.directory import Known
+from router.gateway.access.identity import Known
 from router.gateway.access.quota import UNNAMED_TOKENS, Quotas, Ticket, check_store
 from router.gateway.errors import ApiError
 from sglang_fair.common.caller import Caller

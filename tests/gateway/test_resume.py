@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import COMMENTS, stream_of
-from router.gateway.request.call import Call
-from router.gateway.request.names import Names
+from router.gateway.request.call import Call, Names
 from router.gateway.request.parse import parse
 from router.gateway.request.tokens import Tokens
 from sglang_fair.common.token_ids import comment

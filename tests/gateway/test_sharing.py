@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.gateway.errors import ApiError
-from router.gateway.sharing.allowance import Allowance, Capacity
-from router.gateway.sharing.thread_pool import STEPS_PER_TURN, FairThreadPool, RoundRobin
+from router.gateway.sharing import STEPS_PER_TURN, Allowance, Capacity, FairThreadPool, RoundRobin
 from tests.support.waiting import eventually
 
 HOLDS = st.lists(

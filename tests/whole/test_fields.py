@@ -17,8 +17,8 @@ import pytest
 
 from router.gateway.errors import ApiError
 from router.gateway.openapi import describe
+from router.gateway.request.call import Names
 from router.gateway.request.kinds import PATHS
-from router.gateway.request.names import Names
 from router.gateway.request.parse import parse
 from sglang_fair.common.fields import PARAMS, ROUTES
 from tests.support.apis import BODIES

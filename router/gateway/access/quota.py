@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from router.gateway.access.directory import Known
+from router.gateway.access.identity import Known
 from router.gateway.errors import ApiError
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants.model import Limits

@@ -14,7 +14,7 @@ from router.events import WorkerUp
 from router.gateway.errors import describe
 from router.gateway.replicas.connections import Asking, Connections
 from router.gateway.replicas.health import INTERVAL_S, Contexts, Liveness, Watch
-from router.gateway.sharing.thread_pool import RoundRobin
+from router.gateway.sharing import RoundRobin
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.settings.table import Limits
 

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from router.events import TOKEN_BYTES
 from router.gateway.errors import ApiError
-from router.gateway.request.call import Call
+from router.gateway.request.call import Call, Names
 from router.gateway.request.kinds import Kind
-from router.gateway.request.names import Names
 from router.gateway.request.parse import LARGE_BODY_BYTES, check_size, parse
 from router.gateway.request.schema import Prompt
 from router.gateway.request.tokens import Tokens, TooLong
-from router.gateway.sharing.thread_pool import FairThreadPool
+from router.gateway.sharing import FairThreadPool
 from sglang_fair.common.fields import WIDEST, Facts
 
 LONG_TEXT_CHARS = 4096

@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 
 from router.gateway.errors import ApiError, check
-from router.gateway.request.call import Call, make_call
+from router.gateway.request.call import Call, Names, make_call
 from router.gateway.request.kinds import KINDS, WITHOUT_ENGINE, Kind
-from router.gateway.request.names import Names
 from router.gateway.request.schema import (
     MAX_MESSAGES,
     NOT_STORED,

@@ -1,1 +1,0 @@
-"""How clients share what the gateway has: round-robin turns and a thread pool."""
