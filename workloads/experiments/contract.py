@@ -31,13 +31,16 @@ A cell that is no simulation derives from `Experiment` and overrides `run`.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from workloads.clients import Client
 from workloads.experiments.claims import Entry, Part, Table, plain, shown
 from workloads.experiments.plots import Line
+from workloads.experiments.senders import Json as Json
+from workloads.experiments.senders import TrafficSpec as TrafficSpec
+from workloads.experiments.senders import clients_of
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site, simulate
@@ -48,19 +51,8 @@ SIZES: tuple[Size, ...] = ("quick", "full")
 SEEDS = ("0", "1", "2")
 """Seeds of a full run, where one is not enough."""
 
-Json: TypeAlias = Any
-"""None, bool, int, float, str, and lists and string-keyed dicts of these."""
-
 CURVES = "curves"
 """The key of `measure` that is kept for a cell's first seed only: plots show one run, and records stay small."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficSpec:
-    """Which clients there are: a name that `clients` knows, and its arguments as JSON."""
-
-    name: str
-    arguments: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +173,20 @@ class Result:
         return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def medians(title: str, columns: str, results: Iterable[Result], digits: int = 3) -> Table:
-    """A row for each result: what it is called, and medians. A column is its name, "=", and where its number is."""
-    first, *others = plain(columns).split(" | ")
-    names, paths = zip(*(column.split(" = ") for column in others), strict=True)
-    head = " | ".join([first, *names])
-    return Table(title, head, [one.row(*paths, digits=digits) for one in results], digits)
+def medians(
+    title: str, columns: str, results: Iterable[Result], digits: int = 3, **own: Mapping[str, Entry]
+) -> Table:
+    """A row for each result. A column is its name, "=", and where its number is: the name of some of `own`, which are
+    by cell, or a path of which the median is shown. One without "=" has what the cell is called."""
+
+    def entry(one: Result, where: str) -> Entry:
+        if where in own:
+            return own[where][one.cell.name]
+        return one.shown(where, digits) if where else one.cell.title
+
+    parts = [column.partition(" = ") for column in plain(columns).split(" | ")]
+    rows = [[entry(one, where) for *_, where in parts] for one in results]
+    return Table(title, " | ".join(name for name, *_ in parts), rows, digits)
 
 
 class Experiment(ABC):
@@ -235,9 +235,9 @@ class Experiment(ABC):
 class Simulated(Experiment):
     """An experiment whose cells are simulated: traffic in, one run out."""
 
-    @abstractmethod
     def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        """The cell's clients with that seed."""
+        """The cell's clients with that seed: its senders."""
+        return clients_of(cell.traffic, seed)
 
     @abstractmethod
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:

@@ -28,7 +28,6 @@ from workloads.clients import SCENARIOS, Client, Scale
 from workloads.experiments.claims import Entry
 from workloads.experiments.contract import Cell, Json, Result, Scheduler, Simulated, TrafficSpec
 from workloads.experiments.plots import Panel, Panels
-from workloads.experiments.senders import FromSenders
 from workloads.experiments.store import rounded
 from workloads.measures import ClientSummary, summarize
 from workloads.programs import PackedCodec
@@ -183,7 +182,7 @@ def clients(spec: TrafficSpec, seed: str) -> Sequence[Client]:
     )
 
 
-class A10GExperiment(FromSenders):
+class A10GExperiment(Simulated):
     """On the second testbed."""
 
     def plan(self, length_s: float) -> Plan:

@@ -23,10 +23,11 @@ With "instructions": N, each question or article begins with N tokens that are t
 process.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from random import Random
+from typing import Any, TypeAlias
 
 from workloads.arrivals import (
     Arrivals,
@@ -37,7 +38,6 @@ from workloads.arrivals import (
     RampArrivals,
 )
 from workloads.clients import Client, fixed_length_client
-from workloads.experiments.contract import Cell, Json, Simulated, TrafficSpec
 from workloads.programs import PackedCodec
 from workloads.programs.call import Program
 from workloads.programs.kinds import Chat, Judge, TreeOfThought
@@ -47,6 +47,18 @@ MINUTE_S, START_S, FOREVER_S = 60.0, 1e-3, 1e9
 CODEC = PackedCodec()
 QUESTION_TOKENS, ARTICLE_TOKENS = 546, 2701
 """DLPM, Table 2."""
+
+
+Json: TypeAlias = Any
+"""None, bool, int, float, str, and lists and string-keyed dicts of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficSpec:
+    """Which clients there are: a name that an experiment's `clients` knows, and its arguments as JSON."""
+
+    name: str
+    arguments: Mapping[str, Json] = field(default_factory=dict)
 
 
 def traffic(name: str, *senders: Mapping[str, Json]) -> TrafficSpec:
@@ -59,13 +71,6 @@ def clients_of(spec: TrafficSpec, seed: str) -> tuple[Client, ...]:
     return tuple(
         (_of_programs if "shape" in one else _single)(one, seed) for one in spec.arguments["senders"]
     )
-
-
-class FromSenders(Simulated):
-    """An experiment whose traffic is made of senders."""
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients_of(cell.traffic, seed)
 
 
 # ---- single requests

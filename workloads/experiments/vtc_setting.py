@@ -13,7 +13,7 @@ from statistics import fmean
 from sglang_fair.core.cost import Cost, make_cost
 from workloads.experiments import senders
 from workloads.experiments.claims import Entry
-from workloads.experiments.contract import Cell, Json, Result, Row, TrafficSpec
+from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
 from workloads.experiments.plots import Line, Panel, Panels, largest
 from workloads.programs import Outcome
 from workloads.records import Run
@@ -61,7 +61,7 @@ LABELS = {
 """The policies as the paper calls them."""
 
 
-class VtcExperiment(senders.FromSenders):
+class VtcExperiment(Simulated):
     """An experiment of the VTC paper: senders of single requests, and everything that the paper measures."""
 
     lengths_s = (LENGTH_S, 180.0)
