@@ -30,7 +30,7 @@ from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.clusters import Cluster, SpawnCluster, drive, verify
 from workloads.experiments.claims import Entry, Part, Table, at_most
 from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Row, TrafficSpec
-from workloads.experiments.plots import Figure, Panel, Panels
+from workloads.experiments.plots import Figure, Panel
 from workloads.measures import prices, summarize
 from workloads.programs import Codec, PackedCodec, TokenCodec
 from workloads.records import Run
@@ -89,25 +89,27 @@ class Validation(Experiment):
         return Plan(length_s, drain_s=8.0 if length_s == self.lengths_s[0] else 4.0, drain_for="well-behaved")
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
-        yield Row("bench", BENCH, _traffic(ENGINES))
-        yield Row("a100", A100, _traffic(("emulated", "simulated"), time_scale=A100_TIME_SCALE))
+        for name, site, engines, scale in (
+            ("bench", BENCH, ENGINES, 1.0),
+            ("a100", A100, ENGINES[2:], A100_TIME_SCALE),
+        ):
+            sent = {"engines": list(engines), "time_scale": scale, "scale": asdict(SMALL)}
+            yield Row(name, site, TrafficSpec("one-bad-client", sent))
 
     def run(self, cell: Cell, seed: str) -> Measured:
         with TemporaryDirectory(prefix="validation-") as folder:
             return Measured(_Validate(cell, seed, Path(folder)).run(), cell.simulated_s * len(WORKLOADS))
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        rows: list[list[Entry]] = []
-        offs: dict[str, list[float | None]] = {goal: [] for goal in GOALS}
-        for site, result in at.items():
-            for workload, runs in result.first["workloads"].items():
-                for engine in [name for name in ENGINES if name in runs]:
-                    found, off = runs[engine]["numbers"], runs[engine]["deviation"]
-                    rows.append([site, workload, engine, *_row(found, off)])
-                    if off is not None and not engine.startswith("real"):
-                        for goal in GOALS:
-                            offs[goal].append(off[goal])
-        worst = {goal: _worst(goal, found) for goal, found in offs.items()}
+        told = [
+            (site, workload, engine, runs[engine])
+            for site, result in at.items()
+            for workload, runs in result.first["workloads"].items()
+            for engine in ENGINES
+            if engine in runs
+        ]
+        offs = [one["deviation"] for _, _, engine, one in told if not engine.startswith("real")]
+        worst = {goal: _worst(goal, [off[goal] for off in offs if off]) for goal in GOALS}
         beyond = max(worst[goal] / enough for goal, enough in GOALS.items())
         yield at_most(beyond, 1, 1.5).claim(f"""Models agree with what they model in throughput, in each
             client's service over time and in hit rate | {GOALS["throughput"]:.0%}, {GOALS["service"]:.0%},
@@ -121,13 +123,21 @@ class Validation(Experiment):
             "Each engine, and how far it is from the real one, or from the emulated one where nothing is real",
             """site | workload | engine | tokens/s | tokens/s, off | service curves, off | hit rate | hit rate, off |
                 P50, s | P50, off | P99, s | P99, off""",
-            rows,
+            [
+                [site, workload, engine, *_row(one["numbers"], one["deviation"])]
+                for site, workload, engine, one in told
+            ],
         )
         for site, workload in product(("bench", "a100"), sorted(WORKLOADS)):
-            if site in at and workload in at[site].first["workloads"]:
+            if runs := [one for one in told if one[:2] == (site, workload)]:
+                length_s = at[site].cell.plan.duration_s
+                times = [length_s * (point + 1) / CURVE_POINTS for point in range(CURVE_POINTS)]
+                panels = []
+                for *_, engine, one in runs:
+                    lines = {client: (times, curve) for client, curve in one["curves"].items()}
+                    panels.append(Panel("service received, units", lines, title=engine))
                 caption = f"{site}, {workload}: service of each client over time on each engine"
-                plot = _plot(at[site].cell.plan.duration_s, at[site].first["workloads"][workload])
-                yield Figure(f"{site}-{workload}", caption, plot)
+                yield Figure(f"{site}-{workload}", caption, [panels])
         if calibration := at["bench"].first["calibration"]:
             fit = calibration["fit"]["all"]
             yield f"""The calibration's fit is off by {fit["median"]:.0%} at the median of its measurements and by
@@ -146,33 +156,17 @@ def _worst(goal: str, off: Sequence[float | None]) -> float:
 def _row(numbers: Mapping[str, Any], off: Mapping[str, Any] | None) -> list[Entry]:
     """A run's numbers and their deviations, which are empty for the engine that is the reference."""
 
-    def deviates(name: str, spec: str = "+.0%", factor: float = 1.0, unit: str = "") -> str:
-        return "" if off is None or off[name] is None else f"{factor * off[name]:{spec}}{unit}"
+    def both(name: str, spec: str = "+.0%", unit: str = "") -> list[Entry]:
+        known = off is not None and off[name] is not None
+        return [numbers.get(name), f"{(100 if unit else 1) * off[name]:{spec}}{unit}" if known else ""]  # type: ignore[index]
 
     return [
-        numbers["throughput"],
-        deviates("throughput"),
-        deviates("service", ".1%"),
-        numbers["hit_rate"],
-        deviates("hit_rate", "+.1f", 100, " points"),
-        *(entry for name in ("p50_s", "p99_s") for entry in (numbers[name], deviates(name))),
+        *both("throughput"),
+        *both("service", ".1%")[1:],
+        *both("hit_rate", "+.1f", " points"),
+        *both("p50_s"),
+        *both("p99_s"),
     ]
-
-
-def _plot(duration_s: float, runs: Mapping[str, Json]) -> Panels:
-    """A panel for each engine, a line for each client."""
-    times = [duration_s * (point + 1) / CURVE_POINTS for point in range(CURVE_POINTS)]
-    panels = []
-    for engine in (name for name in ENGINES if name in runs):
-        lines = {client: (times, curve) for client, curve in runs[engine]["curves"].items()}
-        panels.append(Panel("service received, units", lines, title=engine))
-    return [panels]
-
-
-def _traffic(engines: Sequence[str], time_scale: float = 1.0) -> TrafficSpec:
-    return TrafficSpec(
-        "one-bad-client", {"engines": list(engines), "time_scale": time_scale, "scale": asdict(SMALL)}
-    )
 
 
 class _Validate:
@@ -185,12 +179,11 @@ class _Validate:
 
     def run(self) -> dict[str, Json]:
         """Drive all engines. Returns the measured values."""
-        calibration, names = None, self.cell.traffic.arguments["engines"]
+        found, names = None, self.cell.traffic.arguments["engines"]
         if "real" in names:
             with self._cluster("real") as cluster:
                 found = asyncio.run(calibrate(cluster.replicas[0], longest_tokens=LONGEST_TOKENS,
                                               seed=int(self.seed), say=_say))  # fmt: skip
-                calibration = {name: found[name] for name in CALIBRATED}
                 self.site = replace(self.site, hop_s=found["hop_s"])
                 self._use(found)
                 self._drive(cluster, "real", "real again")
@@ -203,7 +196,7 @@ class _Validate:
             clients = self._clients(workload, PackedCodec())
             self.runs[workload]["simulated"] = simulate(self.site, clients, self.cell.plan, seed=self.seed)
         return {
-            "calibration": calibration,
+            "calibration": found and {name: found[name] for name in CALIBRATED},
             "hop_s": self.site.hop_s,
             "rates_per_s": self.rates,
             "workloads": {workload: compared(names, self.runs[workload]) for workload in WORKLOADS},
@@ -224,25 +217,23 @@ class _Validate:
 
     @contextmanager
     def _cluster(self, engine: str) -> Iterator[Cluster]:
-        site, emulated = self.site, engine == "emulated"
+        site = self.site
         arguments = ["--max-running-requests", str(site.max_running)]
         arguments += ["--chunked-prefill-size", str(site.chunked_prefill_tokens)]
         if site.kv_tokens is not None:
             arguments += ["--max-total-tokens", str(site.kv_tokens)]
         if engine == "real":
             arguments += ["--disable-overlap-schedule"]
-        settings = table.Cluster(
-            replicas=site.replicas,
-            model="llama-3.1-8b" if emulated else site.model,
-            device="auto" if emulated else "cpu",
-            engine="emulated" if emulated else "auto",
-            gpu="a100-80g" if emulated else None,
-            cost_model=site.cost_model if emulated else None,
-            quantum=table.Cluster.quantum if site.quantum is None else site.quantum,
-            worker_quantum=site.worker_quantum,
-            stall_ms=site.stall_ms,
-            extra=tuple(arguments),
-        )
+            given: Json = {"model": site.model, "device": "cpu"}
+        else:
+            given = {
+                "model": "llama-3.1-8b",
+                "engine": "emulated",
+                "gpu": "a100-80g",
+                "cost_model": site.cost_model,
+            }
+        given |= {"quantum": site.quantum, "worker_quantum": site.worker_quantum, "stall_ms": site.stall_ms}
+        settings = table.Cluster(replicas=site.replicas, extra=tuple(arguments), **given)
         with SpawnCluster(settings, self.folder)(site.placement, site.policy) as cluster:
             verify(cluster, site.placement, site.policy)
             yield cluster
@@ -275,17 +266,13 @@ def compared(names: Sequence[str], runs: Mapping[str, Run]) -> dict[str, Json]:
 
 
 def numbers(run: Run) -> dict[str, Json]:
-    """One run in a few numbers. Latencies are those of the well-behaved clients' programs."""
+    """Latencies are those of the well-behaved clients' programs."""
     found = summarize(run)
     return {
         "throughput": found.throughput_tokens_per_s,
         "hit_rate": found.hit_rate,
         "p50_s": found.well_behaved_p50_s,
         "p99_s": found.well_behaved_p99_s,
-        "jain": found.jain,
-        "ok": found.ok,
-        "failed": found.failed,
-        "cancelled": found.cancelled,
     }
 
 
@@ -293,11 +280,8 @@ def curves(run: Run) -> dict[str, list[float]]:
     """Each client's service received so far, at `CURVE_POINTS` evenly spaced times up to the end of arrivals."""
     meters = Requests(run).curves(prices(run), "actual")
     assert meters is not None, "engines report what was cached"
-    step_s = run.manifest.duration_s / CURVE_POINTS
-    return {
-        name: [curve.at(step_s * (point + 1)) for point in range(CURVE_POINTS)]
-        for name, curve in meters.items()
-    }
+    times = [run.manifest.duration_s * (point + 1) / CURVE_POINTS for point in range(CURVE_POINTS)]
+    return {name: [curve.at(time_s) for time_s in times] for name, curve in meters.items()}
 
 
 def deviation(reference: Sequence[Mapping[str, Any]], other: Mapping[str, Any]) -> dict[str, float | None]:
@@ -309,23 +293,13 @@ def deviation(reference: Sequence[Mapping[str, Any]], other: Mapping[str, Any]) 
     }
     total = sum(curve[-1] for curve in mine.values())
     apart = max(abs(a - b) for name in mine for a, b in zip(mine[name], other["curves"][name], strict=True))
-
-    def mean(name: str) -> float | None:
+    off: dict[str, float | None] = {"service": apart / total if total else None}
+    for name, value in other["numbers"].items():
         known = [each["numbers"][name] for each in reference if each["numbers"][name] is not None]
-        return fmean(known) if known else None
-
-    def relative(name: str) -> float | None:
-        expected, found = mean(name), other["numbers"][name]
-        return found / expected - 1 if expected and found is not None else None
-
-    expected_hits, hits = mean("hit_rate"), other["numbers"]["hit_rate"]
-    return {
-        "service": apart / total if total else None,
-        "throughput": relative("throughput"),
-        "hit_rate": None if expected_hits is None or hits is None else hits - expected_hits,
-        "p50_s": relative("p50_s"),
-        "p99_s": relative("p99_s"),
-    }
+        away = value - fmean(known) if known and value is not None else None
+        is_part = away is not None and name != "hit_rate"
+        off[name] = (away / fmean(known) if fmean(known) else None) if is_part else away  # type: ignore[operator]
+    return off
 
 
 def _say(text: str) -> None:
