@@ -177,7 +177,7 @@ def _observe(run: Run) -> dict[str, Json]:
 def _load(what: str, number: int, *, quick: bool) -> tuple[TrafficSpec, Plan]:
     """Traffic and plan of a setting on so many GPUs."""
     if what in FIGURE_7:
-        rate = KINDS[SCENARIOS[what].app].client_rate_per_s(number)
+        rate = KINDS[SCENARIOS[what].app].rate_per_s(number / dlpm.CLIENTS)
         length_s = 10.0 if quick else LENGTHS_S[what][number]
         return TrafficSpec(what, {"rate_per_s": rate}), _plan(length_s, dlpm.DRAIN_S)
     rate = float(f"{LOAD * CAPACITY_PER_S * number:.4g}")
@@ -207,8 +207,7 @@ def _site(what: str, number: int, contender: Scheduler) -> Site:
     if what == FIGURE_10:
         given |= dlpm.TOT3.quanta
     elif what in FIGURE_7:
-        kind = KINDS[SCENARIOS[what].app]
-        given |= {"quantum": kind.quantum, "worker_quantum": kind.worker_quantum}
+        given |= KINDS[SCENARIOS[what].app].quanta_7
     elif what.startswith(CHAT):
         given |= {"quantum": dlpm.CHAT.charged * 4, "worker_quantum": dlpm.CHAT.charged_in_full * 16}
     else:

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 from workloads.experiments.plots import Figure
 
-Entry: TypeAlias = str | float | None
-"""Of a table; None is shown as a dash."""
+Entry: TypeAlias = object
+"""Of a table: text, a number, or None, which is shown as a dash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ def shown(value: Entry, digits: int = 3) -> str:
         return "–"
     if isinstance(value, str):
         return value
+    assert isinstance(value, int | float), value
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"

@@ -159,10 +159,13 @@ class Result:
         """A table's row: what it is called, and what is at these paths."""
         return [self.cell.title, *(self.shown(path, digits) for path in paths)]
 
-    def curve(self, what: str, client: str) -> Line:
-        """One client's curve with the first seed, where the experiment keeps `what` of each over common times."""
+    def curves(self, what: str) -> dict[str, Line]:
+        """The clients' curves with the first seed, where the experiment keeps `what` of each over common times."""
         curves = self.first[CURVES]
-        return curves["times_s"], curves[what][client]
+        return {client: (curves["times_s"], values) for client, values in curves[what].items()}
+
+    def curve(self, what: str, client: str) -> Line:
+        return self.curves(what)[client]
 
     def shown(self, path: str, digits: int = 3) -> str:
         """The median for a table, with the range over seeds where there are several."""

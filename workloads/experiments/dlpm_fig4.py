@@ -14,7 +14,7 @@ CPU times are of Python on this machine; the decode step beside them is the cost
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import median
 from time import process_time  # CPU time is what is measured here
 
@@ -62,10 +62,9 @@ class Figure4(Experiment):
             yield Row(f"{degree}.{queue}", replace(site, replicas=degree), sent, plan=Plan(1.0))
 
     def run(self, cell: Cell, seed: str) -> Measured:
-        waiting, points = cell.traffic.arguments["waiting"], cell.traffic.arguments["points"]
-        measured = _Points(cell.site, waiting, seed)
-        metadata_s, match_s = zip(*(measured.point() for _ in range(points)), strict=True)
-        one_s = median(metadata_s), median(match_s)
+        measured = _Points(cell.site, cell.traffic.arguments["waiting"], seed)
+        points = [measured.point() for _ in range(cell.traffic.arguments["points"])]
+        one_s = [median(times) for times in zip(*points, strict=True)]
         context = BATCH * (INPUT_TOKENS + OUTPUT_TOKENS // 2)
         found = {
             "metadata_s": one_s[0],
@@ -101,28 +100,20 @@ class Figure4(Experiment):
             {share / STEPS:.0%} of the {STEPS} between two batching points | Our tree goes from page to page
             of 16 tokens by look-ups, so matching is cheap, and no worker has to wait for a lock. Matching
             alone takes {queued:.1f} times as long with a queue of {longest} as with {shortest}.""")
-        yield Table(
-            "For one batching point of one worker, ms (medians)",
-            "D | queue | metadata | synchronisation | prefix match | one decode step",
-            [
-                [degree, int(queue), *(1000 * one[f"{part}_s"] for part in (*PARTS, "decode"))]
-                for name, one in at.items()
-                for degree, queue in [name.split(".")]
-            ],
-        )
-        panels = [
-            Panel(
-                "ms",
-                title=f"by {title}",
-                groups=[str(value) for value in found],
-                bars={
-                    label: [1000 * one[f"{part}_s"] for one in found.values()]
-                    for part, label in PARTS.items()
-                },
-                levels={f"one decode step, batch {BATCH}": 1000 * most["decode_s"]},
-            )
-            for title, found in (("workers", by_degree), ("queue length", by_queue))
+        head = "D | queue | metadata | synchronisation | prefix match | one decode step"
+        lines = [
+            [*name.split("."), *(1000 * one[f"{part}_s"] for part in (*PARTS, "decode"))]
+            for name, one in at.items()
         ]
+        yield Table("For one batching point of one worker, ms (medians)", head, lines)
+        step, panels = {f"one decode step, batch {BATCH}": 1000 * most["decode_s"]}, []
+        for title, found in (("workers", by_degree), ("queue length", by_queue)):
+            bars = {
+                label: [1000 * one[f"{part}_s"] for one in found.values()] for part, label in PARTS.items()
+            }
+            panels.append(
+                Panel("ms", title=f"by {title}", groups=list(map(str, found)), bars=bars, levels=step)
+            )
         caption = "The scheduler's time for one batching point; the line is one decode step."
         yield Figure("overhead", caption, [panels])
 
@@ -132,12 +123,10 @@ class _Points:
 
     def __init__(self, site: Site, waiting: int, seed: str) -> None:
         self._router: Router = site.make_router()
-        self._workers = site.workers
-        self._seed = seed
-        self._sent = self._named = self._turn = 0
+        self._workers, self._page, self._seed = cycle(site.workers), site.page_tokens, seed
+        self._sent = self._named = 0
         self._running: dict[str, list[str]] = {worker: [] for worker in site.workers}
         self._blocks: dict[str, list[tuple[int, ...]]] = {worker: [] for worker in site.workers}
-        self._page = site.page_tokens
         for _ in range(site.replicas * BATCH + waiting):
             self._arrive()
         for worker in site.workers:
@@ -146,8 +135,7 @@ class _Points:
 
     def point(self) -> tuple[float, float]:
         """CPU seconds of metadata and of matching for the next worker's batching point."""
-        worker = self._workers[self._turn % len(self._workers)]
-        self._turn += 1
+        worker = next(self._workers)
         stored, removed = self._stored(worker), Removed(worker, self._blocks[worker].pop(0))
         done = Done(self._running[worker].pop(0), output_tokens=OUTPUT_TOKENS)
         start_s = process_time()

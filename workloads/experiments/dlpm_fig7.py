@@ -109,16 +109,14 @@ class Gain:
     """Ratios at several points."""
 
     def __init__(self, ratios: Sequence[Ratio]) -> None:
-        self.points, self.lowest = len(ratios), min(ratios, key=lambda one: one.value)
-        self.most = max(ratios, key=lambda one: one.value)
-        self.mean = fmean(one.value for one in ratios)
-        self.below = sum(one.value < 1 for one in ratios)
+        self.ratios, self.mean = ratios, fmean(one.value for one in ratios)
+        self.lowest, *_, self.most = sorted([*ratios, *ratios], key=lambda one: one.value)
 
     @property
     def words(self) -> str:
-        bound = "more than " if self.most.at_least else ""
+        bound, below = "more than " if self.most.at_least else "", sum(one.value < 1 for one in self.ratios)
         return f"""up to {bound}{self.most.value:.2f}× ({place(self.most.point)}), mean {self.mean:.2f}×, below one
-            at {self.below} of {self.points} points"""
+            at {below} of {len(self.ratios)} points"""
 
     @property
     def span(self) -> str:
@@ -151,13 +149,6 @@ class Grid(dlpm.Grid):
         """Ratios of the percentiles of the well-behaved clients' latency, over D2LPM's."""
         return [one for percent in percents for one in self.ratios(percent, over, "d2lpm")]
 
-    def fields(
-        self, path: str, scheduler: str, scenarios: Iterable[str], numbers: Iterable[int]
-    ) -> list[float]:
-        """A field at some points, where it is known."""
-        found = (self.get(Point(name, number), scheduler) for name in scenarios for number in numbers)
-        return [value for one in found if one is not None and (value := one.median(path)) is not None]
-
     def judges_lower(self, name: str) -> float:
         """By what part the P99 of judgements with longer prefixes is lower than D2LPM's, at most."""
         return 1 - min(one.value for one in self.latencies(name, ["p99"]) if one.point.setting == "judge-s2")
@@ -184,10 +175,8 @@ def _throughput(grid: Grid) -> Iterator[Claim]:
     rates = grid.rates("preble")
     behind = [one for one in rates if one.value < 1 - AHEAD]
     least = Gain(rates).lowest
-    hits = {
-        name: grid.fields("hit_rate", name, ("qa-s1", "qa-s2"), grid.numbers[1:])
-        for name in ("d2lpm", "preble")
-    }
+    papers = [point for point in grid.points if point.number > 1 and "qa" in point.setting]
+    hits = {name: [grid.number(one, name, "hit_rate") for one in papers] for name in ("d2lpm", "preble")}
     more = max((1 - one) / (1 - other) - 1 for one, other in zip(hits["d2lpm"], hits["preble"], strict=True))
     spans = {name: f"{min(found):.1%} to {max(found):.1%}" for name, found in hits.items()}
     yield graded(
@@ -204,7 +193,7 @@ def _throughput(grid: Grid) -> Iterator[Claim]:
 
 
 def _fairness(grid: Grid) -> Iterator[Claim]:
-    def order(text: str, paper: str, above: str, below: str, margin: float, why: str) -> Claim:
+    def order(text: str, above: str, below: str, margin: float) -> Claim:
         pairs = [
             (one["jain"], other["jain"])
             for point in grid.points
@@ -213,40 +202,26 @@ def _fairness(grid: Grid) -> Iterator[Claim]:
         means = [fmean(column) for column in zip(*pairs, strict=True)]
         times = sum(one > other + margin for one, other in pairs)
         verdict = graded(times == len(pairs), 2 * times > len(pairs) and means[0] >= means[1])
-        return verdict.claim(f"""{text} | {paper} | at {times} of {len(pairs)} points; means {means[0]:.2f} and
-            {means[1]:.2f} | {why}""")
+        ours = f"at {times} of {len(pairs)} points; means {means[0]:.2f} and {means[1]:.2f}"
+        return verdict.claim(text.replace("{}", ours))
 
-    even = min(grid.fields("jain_actual", "vtc", ("judge-s1",), (1, 2, 4)))
-    yield order(
-        "VTC's Jain's index is at least D2LPM's",
-        "VTC >= D2LPM",
-        "vtc",
-        "d2lpm",
-        -SAME_INDEX,
-        f"""Not for judgements of S1 on few GPUs, where VTC finds far fewer of the prompts cached and so leaves the
-            well-behaved clients backlogged too. Then all receive equal work (the index of actual service is
-            {even:.2f} and more), which is more service with prompts in full for the bad client, whose prompts are
-            shared by 17 requests. Elsewhere it is below by less than seeds differ.""",
-    )
-    yield order(
-        "D2LPM's Jain's index is above Preble's",
-        "D2LPM > Preble",
-        "d2lpm",
-        "preble",
-        SAME_INDEX,
-        """Not in part of S2. Judgements overload nothing as long as prefixes are kept, so all clients have what they
-            ask for under both. With trees the ten times longer questions set the index: all clients' trees are
-            served, and each of the bad one's is more service.""",
-    )
-    yield order(
-        "Preble's Jain's index is slightly above RR+LPM's",
-        "Preble > RR+LPM",
-        "preble",
-        "rr",
-        SAME_INDEX,
-        """Preble's replicas run LPM here, as RR+LPM's do. Its queue of ten groups by hit rate, to which the paper
-            owes the difference, is not part of this comparison: it is placement alone that differs.""",
-    )
+    few = [point for point in grid.points if point.setting == "judge-s1" and point.number < 8]
+    even = min(grid.number(point, "vtc", "jain_actual") for point in few)
+    least = f"""VTC's Jain's index is at least D2LPM's | VTC >= D2LPM | {{}} | Not for judgements of S1 on few GPUs,
+        where VTC finds far fewer of the prompts cached and so leaves the well-behaved clients backlogged too. Then
+        all receive equal work (the index of actual service is {even:.2f} and more), which is more service with
+        prompts in full for the bad client, whose prompts are shared by 17 requests. Elsewhere it is below by less
+        than seeds differ."""
+    yield order(least, "vtc", "d2lpm", -SAME_INDEX)
+    above = """D2LPM's Jain's index is above Preble's | D2LPM > Preble | {} | Not in part of S2. Judgements overload
+        nothing as long as prefixes are kept, so all clients have what they ask for under both. With trees the ten
+        times longer questions set the index: all clients' trees are served, and each of the bad one's is more
+        service."""
+    yield order(above, "d2lpm", "preble", SAME_INDEX)
+    slightly = """Preble's Jain's index is slightly above RR+LPM's | Preble > RR+LPM | {} | Preble's replicas run LPM
+        here, as RR+LPM's do. Its queue of ten groups by hit rate, to which the paper owes the difference, is not
+        part of this comparison: it is placement alone that differs."""
+    yield order(slightly, "preble", "rr", SAME_INDEX)
 
 
 def _latency(grid: Grid) -> Iterator[Claim]:
@@ -261,14 +236,14 @@ def _latency(grid: Grid) -> Iterator[Claim]:
             gain.most.value >= 0.75 * most and gain.mean >= max(1.0, 0.75 * mean),
             gain.most.value >= 1.25 and gain.mean > 1,
         ).claim(f"""Latency (P50 and P99) of well-behaved clients under {COLUMNS[name]}, beside D2LPM's | up
-            to {most:.2f}×, mean {mean:.2f}× | {gain.words}; {gain.points} of {of} are known |
+            to {most:.2f}×, mean {mean:.2f}× | {gain.words}; {len(gain.ratios)} of {of} are known |
             {why if name == "preble" else ""}""")
 
 
 def _dealt_out_trees(grid: Grid) -> Iterator[Claim]:
     rate, hits = (
-        {number: grid.fields(path, "rr", ("tot-s2",), (number,))[0] for number in (1, 4, 8)}
-        for path in ("service_rate", "hit_rate")
+        {number: grid.number(Point("tot-s2", number), "rr", what) for number in (1, 4, 8)}
+        for what in ("rate", "hit_rate")
     )
     ratio = rate[8] / rate[4]
     yield graded(ratio < 1).claim(f"""RR+LPM's throughput on trees with longer questions is lower on 8 GPUs
@@ -341,13 +316,13 @@ def _notes(grid: Grid) -> Iterator[str]:
     yield f"""Replicas have a bound on prefill steps by default ({SHIPPED_STEPS["stall_ms"]:.0f} ms, and the target
         that goes with it), which the paper does not have: "D2LPM, stall bound" is D2LPM with it, all else is
         without. It serves {rate.span} as much, {rate.mean:.2f} in the mean; the well-behaved clients' P50 is
-        {p50.span} that without it, {p50.mean:.2f} in the mean ({p50.points} points where both are known), and their
-        P99 {p99.span}, {p99.mean:.2f} in the mean."""
+        {p50.span} that without it, {p50.mean:.2f} in the mean ({len(p50.ratios)} points where both are known), and
+        their P99 {p99.span}, {p99.mean:.2f} in the mean."""
     yield """A ratio of latencies under overload is no constant: it grows with the time that the overload lasts,
         since requests behind the bad client's backlog wait ever longer. `dlpm-fig7-load` has the ratios for shorter
         and longer runs. From below, a tree's latency is bounded by its four answers in a row in a full batch, so
         trees have smaller ratios than QA's first tokens."""
-    hits = grid.fields("hit_rate", "rr", ("qa-s1",), (max(grid.numbers),))[0]
+    hits = grid.number(Point("qa-s1", max(grid.numbers)), "rr", "hit_rate")
     yield f"""QA's ratios beside RR+LPM and VTC are larger than the paper's largest. All eight questions about a
         document come at once here, so round robin computes the document on every GPU: of QA's prompts in S1
         {hits:.0%} are cached with most GPUs. The paper does not say how its questions arrive."""
@@ -366,7 +341,7 @@ def _notes(grid: Grid) -> Iterator[str]:
 
 SCENARIO, REPLICAS = "tot-s1", 2
 COMPARED = ("d2lpm", "rr", "vtc")
-_TOT = KINDS["tot"]
+_TOT = KINDS["tot"].quanta_7
 VARIANTS: Mapping[str, tuple[str, float, float, Mapping[str, Json]]] = {
     "base": ("as in Figure 7", 1.0, 240.0, {}),
     "load-0.8": ("rates at 80 % of an equal share", 0.8, 240.0, {}),
@@ -375,9 +350,9 @@ VARIANTS: Mapping[str, tuple[str, float, float, Mapping[str, Json]]] = {
     "long": ("arrivals for 8 minutes", 1.0, 480.0, {}),
     "running": ("at most 2,048 requests run, SGLang's default", 1.0, 240.0, {"max_running": 2048}),
     "pool": ("a KV pool of 100,000 tokens", 1.0, 240.0, {"kv_tokens": 100_000}),
-    "small-qu": ("Q^u an eighth", 1.0, 240.0, {"quantum": _TOT.quantum / 8}),
-    "large-qu": ("Q^u eight times", 1.0, 240.0, {"quantum": _TOT.quantum * 8}),
-    "small-qw": ("Q^w a sixteenth", 1.0, 240.0, {"worker_quantum": _TOT.worker_quantum / 16}),
+    "small-qu": ("Q^u an eighth", 1.0, 240.0, {"quantum": _TOT["quantum"] / 8}),
+    "large-qu": ("Q^u eight times", 1.0, 240.0, {"quantum": _TOT["quantum"] * 8}),
+    "small-qw": ("Q^w a sixteenth", 1.0, 240.0, {"worker_quantum": _TOT["worker_quantum"] / 16}),
 }
 """The setting with one thing changed: what, the load, seconds of arrivals, and fields of the site. A quantum makes a
 difference to D2LPM alone."""
@@ -406,23 +381,20 @@ class Sensitivity(dlpm.ScenarioExperiment):
                 yield Row(f"{name}-{scheduler}", site, sent, SCHEDULERS[scheduler].label, plan)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        def over(more: Result, less: Result, path: str) -> str:
-            return f"{more[path] / less[path]:.2f}"
-
-        rows, jain, p50, rate = [], {}, {}, {}
+        rows = {}
         for name in (name for name in VARIANTS if f"{name}-d2lpm" in at):
             ours, base = at[f"{name}-d2lpm"], "base" if "-q" in name else name
             others = [at[f"{base}-{other}"] for other in ("vtc", "rr")]
-            rates = [over(ours, other, "service_rate") for other in others]
-            latencies = [over(other, ours, path) for path in ("p50_s", "p99_s") for other in others]
+            gains = [ours["service_rate"] / other["service_rate"] for other in others]
+            gains += [other[path] / ours[path] for path in ("p50_s", "p99_s") for other in others]
             indices = [one.shown("jain") for one in (ours, *others)]
-            rows.append([VARIANTS[name][0], *rates, *latencies, *indices, ours.shown("p50_s")])
-            jain[name], p50[name], rate[name] = indices[0], latencies[1], rates[1]
+            words = [f"{gain:.2f}" for gain in gains]
+            rows[name] = [VARIANTS[name][0], *words, *indices, ours.shown("p50_s")]
         yield Table(
             f"S1 tree of thoughts, D = {REPLICAS}: D2LPM's gains and Jain's indices",
             """setting | throughput, to VTC | throughput, to RR+LPM | P50, to VTC | P50, to RR+LPM | P99, to VTC |
                 P99, to RR+LPM | Jain, D2LPM | Jain, VTC | Jain, RR+LPM | P50 of D2LPM, s""",
-            rows,
+            list(rows.values()),
         )
         capacity = {name: at[f"flood-{name}"]["actual_rate"] for name in KINDS}
         yield Table(
@@ -430,19 +402,19 @@ class Sensitivity(dlpm.ScenarioExperiment):
             "kind | actual service, units/s | programs/s | as rates take it | a client's rate with one replica",
             [
                 [kind.title, capacity[name], capacity[name] / kind.charged, kind.capacity_per_s,
-                 shown(kind.client_rate_per_s(1))]
+                 shown(kind.rate_per_s(1 / dlpm.CLIENTS))]
                 for name, kind in KINDS.items()
             ],
         )  # fmt: skip
-        if {"short", "long", "running"} <= jain.keys():
-
-            def three(found: Mapping[str, str]) -> str:
-                return f"{found['short']}, {found['base']} and {found['long']}"
-
+        if {"short", "long", "running"} <= rows.keys():
+            rate, p50, jain = (
+                "{}, {} and {}".format(*(rows[name][column] for name in ("short", "base", "long")))
+                for column in (2, 4, 7)
+            )
             yield f"""A ratio of latencies under overload is no constant: requests behind the bad client's backlog
                 wait longer, the longer the backlog has grown. So a largest ratio says as much about how long the
                 overload lasted as about a scheduler. After 120, 240 and 480 s of arrivals RR+LPM's P50 is
-                {three(p50)} times D2LPM's, D2LPM's throughput {three(rate)} times RR+LPM's, and its Jain's index
-                {three(jain)}."""
+                {p50} times D2LPM's, D2LPM's throughput {rate} times RR+LPM's, and its Jain's index
+                {jain}."""
             yield f"""No order of admission can hold back what is admitted at once: with at most 2,048 running
-                requests in place of 256 D2LPM's Jain's index is {jain["running"]} in place of {jain["base"]}."""
+                requests in place of 256 D2LPM's Jain's index is {rows["running"][7]} in place of {rows["base"][7]}."""

@@ -29,12 +29,12 @@ from workloads.experiments.claims import Entry
 from workloads.experiments.contract import Cell, Json, Result, Scheduler, Simulated, TrafficSpec
 from workloads.experiments.plots import Panel, Panels
 from workloads.experiments.store import rounded
-from workloads.measures import ClientSummary, summarize
+from workloads.measures import summarize
 from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site
-from workloads.table import Percentile, Requests
+from workloads.table import Requests
 from workloads.windows import Windows, regular_times
 
 MAX_RUNNING = 256
@@ -64,23 +64,15 @@ class ProgramKind:
     """The same with all prompt tokens counted."""
 
     @property
-    def quantum(self) -> float:
-        """Q^u of Figure 7, units."""
-        return float(f"{4 * self.charged / self.requests:.3g}")
-
-    @property
-    def worker_quantum(self) -> float:
-        """Q^w of Figure 7, units."""
-        return 16 * self.charged_in_full
+    def quanta_7(self) -> dict[str, float]:
+        """Q^u and Q^w of Figure 7, units."""
+        quantum = float(f"{4 * self.charged / self.requests:.3g}")
+        return {"quantum": quantum, "worker_quantum": 16 * self.charged_in_full}
 
     @property
     def quanta(self) -> dict[str, float]:
         """Q^u and Q^w of the second testbed, units."""
         return {"quantum": self.charged, "worker_quantum": 4 * self.charged_in_full}
-
-    def client_rate_per_s(self, replicas: int, load: float = 1.0) -> float:
-        """Programs a second of one client: `load` equal shares of what the cluster completes."""
-        return float(f"{load * self.capacity_per_s * replicas / CLIENTS:.4g}")
 
     def rate_per_s(self, parts: float) -> float:
         """Programs a second that ask for `parts` times what one GPU completes."""
@@ -137,12 +129,9 @@ def scenario(
 ) -> tuple[Site, TrafficSpec]:
     """A scenario of Figure 7 on A100s at `load` times the rates of its rule."""
     kind = KINDS[SCENARIOS[name].app]
-    arguments = {"rate_per_s": kind.client_rate_per_s(replicas, load)} | (
-        {} if with_bad else {"with_bad": False}
-    )
-    quanta = {"quantum": kind.quantum, "worker_quantum": kind.worker_quantum}
-    given = {"max_running": MAX_RUNNING, **quanta, **fields}
-    return site(scheduler, replicas, **given), TrafficSpec(name, arguments)
+    arguments = {"rate_per_s": kind.rate_per_s(load * replicas / CLIENTS)}
+    sent = TrafficSpec(name, arguments if with_bad else arguments | {"with_bad": False})
+    return site(scheduler, replicas, **{"max_running": MAX_RUNNING, **kind.quanta_7, **fields}), sent
 
 
 def plan(
@@ -159,19 +148,6 @@ def plan(
         sample_s=2.0,
         token_step_s=2.0,
     )
-
-
-class ScenarioExperiment(Simulated):
-    """On A100s: the traffic is a scenario at a rate. The well-behaved clients' programs are waited for."""
-
-    def plan(self, length_s: float) -> Plan:
-        return plan(length_s, drain_s=DRAIN_S, drain_for="well-behaved")
-
-    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
-        return clients(cell.traffic, seed)
-
-    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        return observe(run)
 
 
 def clients(spec: TrafficSpec, seed: str) -> Sequence[Client]:
@@ -192,6 +168,16 @@ class A10GExperiment(Simulated):
         return observe(run)
 
 
+class ScenarioExperiment(A10GExperiment):
+    """On A100s: the traffic is a scenario at a rate. The well-behaved clients' programs are waited for."""
+
+    def plan(self, length_s: float) -> Plan:
+        return plan(length_s, drain_s=DRAIN_S, drain_for="well-behaved")
+
+    def clients(self, cell: Cell, seed: str) -> Sequence[Client]:
+        return clients(cell.traffic, seed)
+
+
 # ---- what is kept of a run
 
 
@@ -199,6 +185,7 @@ def observe(run: Run) -> dict[str, Json]:
     """What Figure 7 measures, and the hit rate, the service difference and how evenly replicas were used."""
     found = summarize(run)
     good = [client for client in found.clients.values() if client.well_behaved]
+    kept = ("programs", "finished", "service_rate", "actual_rate", "hit_rate")
     return {
         "service_rate": found.service_rate,
         "actual_rate": found.actual_rate,
@@ -211,14 +198,14 @@ def observe(run: Run) -> dict[str, Json]:
         "p99_cut": found.p99_at_least,
         "ttft_p50_s": found.ttft_p50_s,
         "ttft_p99_s": found.ttft_p99_s,
-        "ttft_p50_cut": _cut(client.ttft_p50 for client in good),
-        "ttft_p99_cut": _cut(client.ttft_p99 for client in good),
+        "ttft_p50_cut": any(one.ttft_p50 is not None and one.ttft_p50.at_least for one in good),
+        "ttft_p99_cut": any(one.ttft_p99 is not None and one.ttft_p99.at_least for one in good),
         "hit_rate": found.hit_rate,
         "difference": found.service_difference,
         "backlog_s": found.backlog_s,
         "bound": found.bound,
         "imbalance": imbalance(run),
-        "clients": {name: _client(client) for name, client in found.clients.items()},
+        "clients": {name: {what: getattr(one, what) for what in kept} for name, one in found.clients.items()},
     }
 
 
@@ -230,15 +217,6 @@ def imbalance(run: Run) -> float | None:
             computed[int(record.worker.removeprefix("r"))] += record.extend_tokens
     total = sum(computed.values())
     return max(computed.values()) * len(computed) / total if total else None
-
-
-def _cut(percentiles: Iterable[Percentile | None]) -> bool:
-    return any(one.at_least for one in percentiles if one is not None)
-
-
-def _client(client: ClientSummary) -> dict[str, Json]:
-    kept = ("programs", "finished", "service_rate", "actual_rate", "hit_rate")
-    return {name: getattr(client, name) for name in kept}
 
 
 DIFFERENCE = "Largest difference of actual service between clients while both are backlogged, units"
@@ -334,10 +312,8 @@ OVER_TIME: Mapping[str, str] = {
 def over_time(results: Iterable[Result], rows: Sequence[str] = tuple(OVER_TIME)) -> Panels:
     """A column for each result, a row for each kind of curve."""
 
-    def panel(result: Result, what: str) -> Panel:
-        names = result.first["curves"][what]
-        title = result.cell.title if what == rows[0] else ""
-        return Panel(y=OVER_TIME[what], title=title, lines={name: result.curve(what, name) for name in names})
-
     found = list(results)
-    return [[panel(one, what) for one in found] for what in rows]
+    return [
+        [Panel(OVER_TIME[what], one.curves(what), title="" if place else one.cell.title) for one in found]
+        for place, what in enumerate(rows)
+    ]

@@ -1,6 +1,7 @@
 """QLM, Figures 3 and 18: how long a request waits in a long queue, and how well that is known before."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -68,16 +69,12 @@ class Waits(Experiment):
 
     def run(self, cell: Cell, seed: str) -> Measured:
         told = cell.traffic.arguments
-        learnt, made = (
-            _Queue(told["engine"], told["prompts"], told["queued"], f"{seed} {what}")
-            for what in ("learnt from", "predicted")
-        )
+        learnt, made = (_Queue(told, f"{seed} {what}") for what in ("learnt from", "predicted"))
         return Measured(_measure(learnt, made), learnt.end_s + made.end_s)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         usual, long = (
-            [result for name, result in at.items() if name.endswith(".long") == is_long]
-            for is_long in (False, True)
+            [one for name, one in at.items() if (".long" in name) == is_long] for is_long in (False, True)
         )
         line, known, literal, over = (
             min(one[path] for one in usual)
@@ -96,16 +93,17 @@ class Waits(Experiment):
             groups are fewer requests, and attention's square is not in a line.""")
         yield graded(over >= 0.9).claim(f"""In a short queue the time to the end is over-estimated |
             conservative | {over:.1%} of requests, by the paper's equations""")
-        yield Table(
-            "R² by the number of groups in the queue",
-            "engine | groups | requests | R² | R², paper's equations",
+        head = "engine | groups | requests | R² | R², paper's equations"
+        lines = [
             [
-                [one.cell.title, groups,
-                 *one.row(*(f"groups/{groups}/{what}" for what in ("queued", "r2", "r2_literal")))[1:]]
-                for one in at.values()
-                for groups in GROUPS
-            ],
-        )  # fmt: skip
+                one.cell.title,
+                groups,
+                *(one.shown(f"groups/{groups}/{what}") for what in ("queued", "r2", "r2_literal")),
+            ]
+            for one in at.values()
+            for groups in GROUPS
+        ]
+        yield Table("R² by the number of groups in the queue", head, lines)
         columns = """engine | average batch = batch | R² of a line = r2_line |
             over-estimated in a short queue = over_estimated_short"""
         yield medians("Each engine", columns, at.values())
@@ -127,43 +125,39 @@ class Waits(Experiment):
 class _Queue:
     """Requests that come at once to one replica, in order."""
 
-    def __init__(self, engine: str, prompts: float, queued: int, seed: str) -> None:
-        gpu, shape = engine.split("/")
-        self.asked: list[Asked] = requests([Stream("m", "batch-2", 1.0, count=queued, prompts=prompts)], seed)
+    def __init__(self, given: Mapping[str, Json], seed: str) -> None:
+        gpu, shape = given["engine"].split("/")
+        stream = Stream("m", "batch-2", 1.0, count=given["queued"], prompts=given["prompts"])
+        self.asked: list[Asked] = requests([stream], seed)
         self.kv_tokens = kv_tokens(GPUS[gpu], SHAPES[shape])
         settings = Settings(self.kv_tokens, max_running=MOST_RUNNING, ignore_eos=False, new_token_ratio=0.05,
                             least_new_token_ratio=0.02)  # fmt: skip
-        replica = Replica(FairQueue(Fcfs()), make_cost_model(engine), settings, events=False)
+        replica = Replica(FairQueue(Fcfs()), make_cost_model(given["engine"]), settings, events=False)
         for one in self.asked:
             replica.arrive(SimRequest(one.id, "c", one.tokens, one.output_tokens, LONGEST_TOKENS), 0.0)
         self.first_s: dict[str, float] = {}
         self.ended_s: dict[str, float] = {}
-        self.running: list[int] = []
-        self.records: list[tuple[float, int, int]] = []
-        """(seconds, prompt tokens, output tokens) of stretches in which others waited."""
-        meters, last = replica.meters, (0.0, 0, 0)
-        while replica.next_s < 1e9:
-            now_s = replica.next_s
+        running, meters = list[int](), replica.meters
+        self.counts: list[tuple[float, int, int]] = [(0.0, 0, 0)]
+        """Seconds, prompt and output tokens so far, while others wait."""
+        while (now_s := replica.next_s) < 1e9:
             for event in replica.advance(now_s):
-                if isinstance(event, Progress):
+                if isinstance(event, Progress | Finished):
                     self.first_s.setdefault(event.id, event.t_s)
-                elif isinstance(event, Finished):
-                    self.first_s.setdefault(event.id, event.t_s)
+                if isinstance(event, Finished):
                     self.ended_s[event.id] = event.t_s
             if len(replica.queue):
-                self.running.append(sum(1 for _ in replica.queue.running()))
-                if now_s - last[0] >= WINDOW_S:
-                    told = (now_s, meters.extend_tokens, meters.output_tokens)
-                    self.records.append((told[0] - last[0], told[1] - last[1], told[2] - last[2]))
-                    last = told
+                running.append(sum(1 for _ in replica.queue.running()))
+                if now_s - self.counts[-1][0] >= WINDOW_S:
+                    self.counts.append((now_s, meters.extend_tokens, meters.output_tokens))
         self.end_s = max(self.ended_s.values())
-        self.batch = max(1.0, sum(self.running) / max(1, len(self.running)))
+        self.batch = max(1.0, sum(running) / max(1, len(running)))
 
     def estimator(self, *, literal: bool = False) -> Estimator:
         """That has seen this queue drain."""
         made = Estimator(literal=literal)
-        for seconds, prompt_tokens, output_tokens in self.records:
-            made.learn("w", "m", seconds, prompt_tokens, output_tokens)
+        for (from_s, *before), (to_s, *after) in pairwise(self.counts):
+            made.learn("w", "m", to_s - from_s, after[0] - before[0], after[1] - before[1])
         for one in self.asked:
             if one.output_tokens > 1:
                 token_s = (self.ended_s[one.id] - self.first_s[one.id]) / (one.output_tokens - 1)
@@ -172,9 +166,8 @@ class _Queue:
 
 
 def _measure(learnt: _Queue, made: _Queue) -> Mapping[str, Json]:
-    outputs = [one.output_tokens for one in learnt.asked]
-    mean = sum(outputs) / len(outputs)
-    variance = sum((one - mean) ** 2 for one in outputs) / len(outputs)
+    outputs = np.array([one.output_tokens for one in learnt.asked])
+    mean, variance = float(outputs.mean()), float(outputs.var())
     estimator, literal = learnt.estimator(), learnt.estimator(literal=True)
     ahead, pairs, plain, over = Ahead(), [], [], []
     short = made.batch * (1 + SHORT_PART)
@@ -187,27 +180,19 @@ def _measure(learnt: _Queue, made: _Queue) -> Mapping[str, Json]:
         if place < short:
             ends_s = literal.wait("w", "m", ahead).mean_s + literal.pace("w", "m").tail_s
             over.append(ends_s >= made.ended_s[one.id])
-        ahead = Ahead(
-            ahead.prompt_tokens + one.prompt_tokens,
-            ahead.output_tokens + mean,
-            ahead.output_variance + variance,
-        )
-    group = DELTA * made.batch
+        prompts = ahead.prompt_tokens + one.prompt_tokens
+        ahead = Ahead(prompts, ahead.output_tokens + mean, ahead.output_variance + variance)
     places = np.arange(len(made.asked))
     waits = np.array([wait_s for _, wait_s in pairs])
     waited = places > made.batch
-    line = np.corrcoef(places[waited], waits[waited])[0, 1] ** 2
     step = max(1, len(pairs) // CURVE_POINTS)
+    sizes = {groups: min(len(pairs), round(groups * DELTA * made.batch)) for groups in GROUPS}
     return {
         "batch": made.batch,
-        "r2_line": float(line),
+        "r2_line": float(np.corrcoef(places[waited], waits[waited])[0, 1] ** 2),
         "groups": {
-            str(groups): {
-                "queued": min(len(pairs), round(groups * group)),
-                "r2": r2(pairs[: round(groups * group)]),
-                "r2_literal": r2(plain[: round(groups * group)]),
-            }
-            for groups in GROUPS
+            str(groups): {"queued": size, "r2": r2(pairs[:size]), "r2_literal": r2(plain[:size])}
+            for groups, size in sizes.items()
         },
         "over_estimated_short": sum(over) / len(over),
         "end_s": made.end_s,

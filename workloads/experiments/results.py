@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_fair.core import POLICIES
 from sglang_fair.settings.table import Cluster
-from workloads.experiments.claims import Report, plain, shown
+from workloads.experiments.claims import Entry, Report, plain, shown
 from workloads.experiments.contract import Cell, Experiment, Result
 from workloads.experiments.plots import Figure
 from workloads.experiments.store import Record
@@ -217,7 +217,7 @@ def _provenance(records: Sequence[Record]) -> str:
 
 
 def _markdown(
-    head: Sequence[str], rows: Sequence[Sequence[str | float | None]], *, words: int = 1, digits: int = 3
+    head: Sequence[str], rows: Sequence[Sequence[Entry]], *, words: int = 1, digits: int = 3
 ) -> str:
     """A Markdown table. The first `words` columns are text, the others are numbers, set to the right."""
     rule = ["---" if place < words else "---:" for place in range(len(head))]

@@ -8,7 +8,7 @@ from sglang_fair.core.cost import make_cost
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.claims import Claim, Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, TrafficSpec, medians
-from workloads.experiments.plots import Figure, Line, Panel, average, variation
+from workloads.experiments.plots import Figure, average, variation
 from workloads.experiments.senders import even, on_off, poisson
 from workloads.experiments.vtc_setting import BOUND, IN_STEP, LENGTH_S, TOKENS, WINDOW_S
 from workloads.records import Run
@@ -52,56 +52,37 @@ class Overload(vtc.VtcExperiment):
         yield medians("Service received in the run", columns, at.values())
         difference = vtc.accumulated(fair, fcfs, bound=BOUND)
         yield Figure("difference", "Largest difference between clients' accumulated service.", difference)
-        yield received_rates({"VTC": fair, "FCFS": fcfs})
+        yield received_rates(at)
 
 
-def received_rates(results: Mapping[str, Result]) -> Figure:
-    return Figure("rate", f"Received service rate in {WINDOW_S:.0f} s windows.", vtc.rates(results))
+def received_rates(at: Mapping[str, Result]) -> Figure:
+    drawn = vtc.rates({one.cell.title: one for one in at.values()})
+    return Figure("rate", f"Received service rate in {WINDOW_S:.0f} s windows.", drawn)
 
 
 # ---- Figures 4, 5, 6 and 9: clients that ask for less than their share, now and then, or more and more
-
-
-class OneRun(vtc.VtcExperiment):
-    """VTC on one traffic, and the paper's two panels: service rate and response time."""
-
-    lengths_s = (LENGTH_S, 300.0)
-
-    def traffic(self, length_s: float) -> TrafficSpec:
-        """The clients of a run of that length."""
-        raise NotImplementedError
-
-    def claims(self, run: Result) -> Iterator[Claim]:
-        """What the paper says of them."""
-        raise NotImplementedError
-
-    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
-        return [vtc.row("vtc", "vtc", self.traffic(length_s))]
-
-    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        yield from self.claims(at["vtc"])
-        caption = f"""Received service rate in {WINDOW_S:.0f} s windows (left) and response time of the requests sent
-            in them (right), VTC."""
-        yield Figure("service", caption, vtc.rates_and_responses(at["vtc"]))
 
 
 BELOW_SHARE_RPM = (15, 30, 90)
 ON_OFF_RPM, OVERLOADED_ON_OFF_RPM = (30, 120), (120, 180)
 """Client 1 sends at its rate every other minute, client 2 all the time."""
 STEADY_RPM, RAMP_RPM = 30, (12, 120)
+LONGER_S = LENGTH_S, 300.0
 
 
-class BelowShare(OneRun):
+class BelowShare(vtc.VtcExperiment):
     id = "vtc-fig4"
     title = "Two clients below their share, one overloaded"
     source = "VTC, Figure 4"
     about = f"""{BELOW_SHARE_RPM[0]}, {BELOW_SHARE_RPM[1]} and {BELOW_SHARE_RPM[2]} requests/min of {TOKENS} +
         {TOKENS} tokens, evenly spaced; the third is backlogged."""
+    lengths_s = LONGER_S
 
-    def traffic(self, length_s: float) -> TrafficSpec:
-        return vtc.sent("below-share", *(even(rpm) for rpm in BELOW_SHARE_RPM))
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        return [vtc.row("vtc", "vtc", vtc.sent("below-share", *map(even, BELOW_SHARE_RPM)))]
 
-    def claims(self, run: Result) -> Iterator[Claim]:
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        run = at["vtc"]
         served = [run[f"clients/client {k}/service"] for k in (1, 2, 3)]
         ratio, rest = served[1] / served[0], served[2] / sum(served)
         p90_s = max(run[f"clients/client {k}/response_s/p90"] for k in (1, 2))
@@ -114,23 +95,29 @@ class BelowShare(OneRun):
             than 1/3 | {rest:.0%} of the service""")
         yield graded(last_s > 1.5 * first_s).claim(f"""The overloaded client's response time rises | rises all
             the time | from {first_s:.0f} s in the first third to {last_s:.0f} s in the last""")
+        yield vtc.rates_and_responses(run)
 
 
-class OnOff(OneRun):
+class OnOff(vtc.VtcExperiment):
     id = "vtc-fig5"
     title = "A client below its share that comes and goes"
     source = "VTC, Figure 5"
     about = f"""Client 1 sends {ON_OFF_RPM[0]} requests/min every other minute, client 2 {ON_OFF_RPM[1]} requests/min
         all the time."""
+    lengths_s = LONGER_S
 
-    def traffic(self, length_s: float) -> TrafficSpec:
-        return vtc.sent("on-off", on_off(ON_OFF_RPM[0]), even(ON_OFF_RPM[1]))
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        return [vtc.row("vtc", "vtc", vtc.sent("on-off", on_off(ON_OFF_RPM[0]), even(ON_OFF_RPM[1])))]
 
-    def claims(self, run: Result) -> Iterator[Claim]:
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        run = at["vtc"]
         varies = variation(vtc.total_rate(run), WINDOW_S)
         middles = range(90, int(run.cell.plan.duration_s) - 60, 120)  # of the OFF phases, s
-        share = part_of_rate(run, "client 2")
-        off_share = fmean(average(share, middle - 1, middle + 1) for middle in middles)
+        (times, total), (_, other) = vtc.total_rate(run), run.curve("rate", "client 2")
+        part = [
+            None if one is None or not every else one / every for one, every in zip(other, total, strict=True)
+        ]
+        off_share = fmean(average((times, part), middle - 1, middle + 1) for middle in middles)
         quick_s, slow_s = (run[f"clients/client {k}/response_s/mean"] for k in (1, 2))
         yield at_most(varies, 0.05, 0.1).claim(f"""The total service rate stays the same | constant | varies
             by {varies:.1%} (standard deviation over mean)""")
@@ -141,20 +128,24 @@ class OnOff(OneRun):
             quick_s <= 5 and quick_s < slow_s / 5, quick_s < slow_s / 2
         ).claim(f"""The client below its share is served fast | low latency | {quick_s:.1f} s in the mean, the
             other {slow_s:.0f} s""")
+        yield vtc.rates_and_responses(run)
 
 
-class OnOffOverload(OneRun):
+class OnOffOverload(vtc.VtcExperiment):
     id = "vtc-fig6"
     title = "A client above its share that comes and goes"
     source = "VTC, Figure 6"
     about = f"""Client 1 sends {OVERLOADED_ON_OFF_RPM[0]} requests/min every other minute, client 2
         {OVERLOADED_ON_OFF_RPM[1]} requests/min all the time. Client 1 never catches up in its OFF phases, so it is
         backlogged all the time."""
+    lengths_s = LONGER_S
 
-    def traffic(self, length_s: float) -> TrafficSpec:
-        return vtc.sent("on-off-overload", on_off(OVERLOADED_ON_OFF_RPM[0]), even(OVERLOADED_ON_OFF_RPM[1]))
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        arrivals = on_off(OVERLOADED_ON_OFF_RPM[0]), even(OVERLOADED_ON_OFF_RPM[1])
+        return [vtc.row("vtc", "vtc", vtc.sent("on-off-overload", *arrivals))]
 
-    def claims(self, run: Result) -> Iterator[Claim]:
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        run = at["vtc"]
         ratio = run["clients/client 2/service"] / run["clients/client 1/service"]
         gap = vtc.largest_gap(run, "client 1", "client 2")
         yield graded(
@@ -162,33 +153,29 @@ class OnOffOverload(OneRun):
         ).claim(f"""A client that stays backlogged in its OFF phases receives as much as the other | equal
             rates in all phases | 1 : {ratio:.2f}; in {WINDOW_S:.0f} s windows within {gap:.0%} | Where client
             1's backlog is served before its next ON phase, the other takes the rest.""")
+        yield vtc.rates_and_responses(run)
 
 
-class Isolation(OneRun):
+class Isolation(vtc.VtcExperiment):
     id = "vtc-fig9"
     title = "One client sends more and more"
     source = "VTC, Figure 9"
     about = f"""Client 1 sends {STEADY_RPM} requests/min; client 2's rate rises in a straight line from {RAMP_RPM[0]} to
         {RAMP_RPM[1]} requests/min."""
+    lengths_s = LONGER_S
 
-    def traffic(self, length_s: float) -> TrafficSpec:
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         ramp = {"kind": "ramp", "rpm": RAMP_RPM[0], "to_rpm": RAMP_RPM[1], "over_s": length_s}
-        return vtc.sent("ramp", even(STEADY_RPM), ramp)
+        return [vtc.row("vtc", "vtc", vtc.sent("ramp", even(STEADY_RPM), ramp))]
 
-    def claims(self, run: Result) -> Iterator[Claim]:
-        (before_s, after_s), (_, other_s) = (by_third(run, f"client {k}") for k in (1, 2))
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        (before_s, after_s), (_, other_s) = (by_third(at["vtc"], f"client {k}") for k in (1, 2))
         yield graded(
             after_s <= 5 and after_s < other_s / 3, after_s < other_s / 2
         ).claim(f"""The well-behaved client's response time is about the same, however much the other sends |
             roughly unchanged | {before_s:.2f} s in the first third, {after_s:.2f} s in the last; the other's
             {other_s:.0f} s then | Once the pool is full, a request waits for another to finish.""")
-
-
-def part_of_rate(run: Result, client: str) -> Line:
-    """A client's part of the total service rate over time."""
-    (times, total), (_, mine) = vtc.total_rate(run), run.curve("rate", client)
-    parts = zip(mine, total, strict=True)
-    return times, [None if one is None or not every else one / every for one, every in parts]
+        yield vtc.rates_and_responses(at["vtc"])
 
 
 def by_third(run: Result, client: str) -> tuple[float, float]:
@@ -226,11 +213,10 @@ class Lengths(vtc.VtcExperiment):
                 {BOUND:,} units | at most {least:,.0f} units""")
             yield graded(times > 3 and grows >= 1.5, times > 1).claim(f"""{figure}: FCFS's is not | grows
                 steadily | {most:,.0f} units, {times:.0f}× VTC's; at the end {grows:.2f}× that of half time""")
-            both = vtc.rates({"VTC": fair, "FCFS": fcfs})
-            difference = vtc.accumulated(fair, fcfs, bound=BOUND)
-            yield Figure(f"{shape}-rate", f"{figure}: received service rate.", both)
+            both, caption = {"VTC": fair, "FCFS": fcfs}, f"{figure}: received service rate."
+            yield Figure(f"{shape}-rate", caption, vtc.rates(both))
             caption = f"{figure}: largest difference between clients' accumulated service."
-            yield Figure(f"{shape}-difference", caption, difference)
+            yield Figure(f"{shape}-difference", caption, vtc.accumulated(fair, fcfs, bound=BOUND))
 
 
 # ---- Figure 10: what clients ask for changes twice; LCF, which has no counter lift, makes up for old times
@@ -251,11 +237,8 @@ class Shift(vtc.VtcExperiment):
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         first = [on_off(PHASES_RPM[0][0]), *map(even, PHASES_RPM[0][1:])]
-        phases = (
-            {"kind": "phases", "phases": [[length_s / 3, one] for one in each]}
-            for each in (first, [even(rpm) for rpm in PHASES_RPM[1]])
-        )
-        sent = vtc.sent("shift", *phases)
+        both = ([[length_s / 3, one] for one in each] for each in (first, map(even, PHASES_RPM[1])))
+        sent = vtc.sent("shift", *({"kind": "phases", "phases": phases} for phases in both))
         return [vtc.row(policy, policy, sent) for policy in ("vtc", "lcf")]
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
@@ -275,12 +258,10 @@ class Shift(vtc.VtcExperiment):
         yield at_most(apart, 0.05, 0.1).claim(f"""Before and after, VTC and LCF are alike | similar | client
             1's shares differ by at most {100 * apart:.0f} points | Under VTC client 1 begins the last phase
             with a backlog, since it asked for more than its half; under LCF it has none.""")
-        yield Table(
-            "Client 1's part of the service, by phase",
-            "scheduler | ON/OFF, % | overload, % | below its share, %",
-            [[one.cell.title, *(100 * part for part in shares[name])] for name, one in at.items()],
-        )
-        yield received_rates({one.cell.title: one for one in at.values()})
+        head = "scheduler | ON/OFF, % | overload, % | below its share, %"
+        parts = [[at[name].cell.title, *(100 * part for part in found)] for name, found in shares.items()]
+        yield Table("Client 1's part of the service, by phase", head, parts)
+        yield received_rates(at)
 
 
 def _rates_in(result: Result, phase: int) -> tuple[float, float]:
@@ -354,15 +335,13 @@ class Pools(vtc.VtcExperiment):
                 for name, (pool, length, _) in POOLS.items()
             ],
         )  # fmt: skip
-        by_pool = {"35 000": "pool-35k", "65 000": "pool-65k"}
-        by_length = {"256 + 256": "length-256", "512 + 512": "pool-35k", "768 + 768": "length-768"}
-        panels = []
-        for title, names in (
-            ("512 + 512, by pool in tokens", by_pool),
-            ("pool of 35 000, by length", by_length),
-        ):
-            lines = {name: vtc.accumulated_curve(at[cell]) for name, cell in names.items()}
-            panels.append(Panel("difference of service, units", lines, title=title))
+        by_pool = {"35 000": at["pool-35k"], "65 000": at["pool-65k"]}
+        lengths = {"256 + 256": "length-256", "512 + 512": "pool-35k", "768 + 768": "length-768"}
+        by_length = {name: at[cell] for name, cell in lengths.items()}
+        panels = [
+            vtc.difference_panel(by_pool, title="512 + 512, by pool in tokens"),
+            vtc.difference_panel(by_length, title="pool of 35 000, by length"),
+        ]
         yield Figure("difference", "Difference of accumulated service, VTC, requests in step.", [panels])
 
 
@@ -398,7 +377,7 @@ class Weighted(vtc.VtcExperiment):
             {shown["weighted"]}""")
         columns = " | ".join(["policy", *(f"{client} = clients/{client}/service" for client in WEIGHTS)])
         yield medians("Service received in the run, units", columns, at.values())
-        yield received_rates({one.cell.title: one for one in at.values()})
+        yield received_rates(at)
 
 
 # ---- Figure 19, Tables 4 to 6: predicted outputs, and another cost function, when all are overloaded

@@ -14,7 +14,7 @@ from sglang_fair.core.cost import Cost, make_cost
 from workloads.experiments import senders
 from workloads.experiments.claims import Entry
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
-from workloads.experiments.plots import Line, Panel, Panels, largest
+from workloads.experiments.plots import Figure, Line, Panel, Panels, largest
 from workloads.programs import Outcome
 from workloads.records import Run
 from workloads.session import Plan
@@ -145,39 +145,27 @@ def difference(run: Run, cost: Cost) -> dict[str, Json]:
 
 def _client(run: Run, name: str, service: float | None) -> dict[str, Json]:
     assert run.end is not None
-    mine = [record for record in run.requests if record.client == name]
-    waits = [
-        (record.t_first_token_s - record.t_intended_s, False)
-        for record in mine
-        if record.t_first_token_s is not None
-    ]
-    p50, p90 = Percentile.of(waits, 50), Percentile.of(waits, 90)
-    unanswered = [
-        run.end.t_s - record.t_intended_s
-        for record in mine
-        if record.t_first_token_s is None and record.outcome != Outcome.FAILED
-    ]
+    mine = [one for one in run.requests if one.client == name]
+    waits = [one.t_first_token_s - one.t_intended_s for one in mine if one.t_first_token_s is not None]
+    refused = [one for one in mine if one.outcome == Outcome.FAILED]
+    unanswered = [one for one in mine if one.t_first_token_s is None and one.outcome != Outcome.FAILED]
+    waited = [*waits, *(run.end.t_s - one.t_intended_s for one in unanswered)]
+    percentiles = {
+        f"p{percent}": found and found.value_s
+        for percent in (50, 90)
+        for found in [Percentile.of([(wait, False) for wait in waits], percent)]
+    }
     return {
         "sent": len(mine),
         "answered": len(waits),
-        "refused": sum(record.outcome == Outcome.FAILED for record in mine),
+        "refused": len(refused),
         "service": service,
-        "response_s": {
-            "mean": fmean(wait for wait, _ in waits) if waits else None,
-            "p50": None if p50 is None else p50.value_s,
-            "p90": None if p90 is None else p90.value_s,
-        },
-        "waited_s": fmean([*(wait for wait, _ in waits), *unanswered]) if waits or unanswered else None,
+        "response_s": {"mean": fmean(waits) if waits else None, **percentiles},
+        "waited_s": fmean(waited) if waited else None,
     }
 
 
 # ---- numbers of results
-
-
-def accumulated_curve(result: Result) -> Line:
-    """The accumulated difference over time, with the first seed."""
-    found = result.first["curves"]["accumulated"]
-    return found["times_s"], found["units"]
 
 
 def total_rate(result: Result) -> Line:
@@ -190,15 +178,13 @@ def total_rate(result: Result) -> Line:
 def largest_gap(result: Result, first: str, second: str, *, since_s: float = WINDOW_S) -> float:
     """The largest difference of two clients' service rates in a window, as a part of their mean. Raises ValueError
     where there is none."""
-    times, one = result.curve("rate", first)
-    _, other = result.curve("rate", second)
-    gaps = [
-        None
-        if mine is None or theirs is None or not mine + theirs
-        else 2 * abs(mine - theirs) / (mine + theirs)
-        for mine, theirs in zip(one, other, strict=True)
-    ]
-    return largest((times, gaps), since_s)
+    (times, one), (_, other) = result.curve("rate", first), result.curve("rate", second)
+    gaps = {
+        time_s: 2 * abs(mine - theirs) / (mine + theirs)
+        for time_s, mine, theirs in zip(times, one, other, strict=True)
+        if mine is not None and theirs is not None and mine + theirs
+    }
+    return largest((list(gaps), list(gaps.values())), since_s)
 
 
 def tenths(difference: Mapping[str, Json]) -> dict[str, Json]:
@@ -224,25 +210,26 @@ RATE = "service rate, units/s"
 RESPONSE = "response time, s"
 
 
-def clients(result: Result, what: str, y: str, title: str = "", **more: Json) -> Panel:
-    """All clients' curves."""
-    names = result.first["curves"][what]
-    return Panel(y=y, title=title, lines={name: result.curve(what, name) for name in names}, **more)
-
-
-def rates_and_responses(result: Result) -> Panels:
-    """Two panels: the clients' service rates with their sum, and their response times."""
-    total = {"total": total_rate(result)}
-    return [[clients(result, "rate", RATE, dashed=total), clients(result, "response_s", RESPONSE)]]
+def rates_and_responses(result: Result) -> Figure:
+    """The clients' service rates with their sum, and their response times."""
+    caption = f"""Received service rate in {WINDOW_S:.0f} s windows (left) and response time of the requests sent in
+        them (right), VTC."""
+    rates = Panel(RATE, result.curves("rate"), dashed={"total": total_rate(result)})
+    return Figure("service", caption, [[rates, Panel(RESPONSE, result.curves("response_s"))]])
 
 
 def rates(results: Mapping[str, Result]) -> Panels:
     """A panel of the clients' service rates for each named result."""
-    return [[clients(result, "rate", RATE, title) for title, result in results.items()]]
+    return [[Panel(RATE, result.curves("rate"), title=title) for title, result in results.items()]]
 
 
 def accumulated(*results: Result, bound: float | None = None) -> Panels:
     """The accumulated difference of each scheduler over time."""
-    lines = {result.cell.title: accumulated_curve(result) for result in results}
     levels = {} if bound is None else {f"bound {bound:,.0f}": bound}
-    return [[Panel("difference of service, units", lines, levels=levels)]]
+    return [[difference_panel({result.cell.title: result for result in results}, levels=levels)]]
+
+
+def difference_panel(results: Mapping[str, Result], **more: Json) -> Panel:
+    found = {name: result.first["curves"]["accumulated"] for name, result in results.items()}
+    lines = {name: (one["times_s"], one["units"]) for name, one in found.items()}
+    return Panel("difference of service, units", lines, **more)
