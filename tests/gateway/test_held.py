@@ -36,7 +36,7 @@ from router.events import (
     decode_event,
     encode,
 )
-from router.gateway.routing import link as link_module
+from router.gateway.routing import links as link_module
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.links import Link, Links
 from router.placement import build
