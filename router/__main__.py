@@ -18,8 +18,7 @@ from router.events import WorkerUp
 from router.placement import build, parameters, parse_value
 from router.process import collect_young_only, raise_limit
 from router.replica_lists import specs
-from router.replica_lists.follow import follow
-from router.replica_lists.sources import DnsName, ReplicaFile, Source
+from router.replica_lists.follow import DnsName, ReplicaFile, Source, follow
 from router.shell import Shell
 from router.suspects import Suspects
 from router.throttling import SETTLE_S, Kind, Throttling
@@ -55,12 +54,12 @@ def sources(settings: table.Router) -> list[Source]:
     """Where further replicas are listed. Raises SettingError; not for a file that is not there yet."""
     found: list[Source] = []
     if settings.replicas_file is not None:
+        path = Path(settings.replicas_file)
         try:
-            listed = ReplicaFile(Path(settings.replicas_file))
-            listed.check()
-            found.append(listed)
-        except ValueError as error:
-            raise SettingError(f"--replicas-file: {error}", "replicas_file") from None
+            specs.lines(path.read_text() if path.exists() else "")
+        except (OSError, ValueError) as error:
+            raise SettingError(f"--replicas-file: {path}: {error}", "replicas_file") from None
+        found.append(ReplicaFile(path))
     for text in settings.replicas_dns:
         try:
             found.append(DnsName(specs.name(text), settings.replicas_every_s))

@@ -1,22 +1,78 @@
-"""Follows lists of replicas, in the router's loop."""
+"""Follows lists of replicas, a file and the addresses of a DNS name, in the router's loop.
+
+A list that is just being written, or a name server that is being started, does not say which replicas are gone. So what
+is found is used when the look before has found the same, or no look was before; and only what was used, and is found
+again, says which replicas of the router are on a list no more.
+"""
 
 import asyncio
 import logging
+import socket
 import ssl
 from collections.abc import Sequence
+from pathlib import Path
 
 import aiohttp
 
 from router.events import WorkerDrain, WorkerUp
 from router.replica_lists.listing import Listing
-from router.replica_lists.sources import Source
+from router.replica_lists.specs import Name, lines
 from router.shell import Shell
 from sglang_fair.common.service_keys import replica_key
 
 log = logging.getLogger("router")
 
+FILE_EVERY_S = 1.0
+DNS_TIMEOUT_S = 10.0
 PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
+
+
+class ReplicaFile:
+    """A file with a replica in each line (`specs.lines`). One with a line that cannot be read changes nothing; an empty
+    one drains all."""
+
+    def __init__(self, path: Path, every_s: float = FILE_EVERY_S) -> None:
+        self.every_s = every_s
+        self._path = path
+
+    def __str__(self) -> str:
+        return f"file {self._path}"
+
+    async def read(self) -> str:
+        return self._path.read_text()
+
+    def replicas(self, found: str) -> list[WorkerUp]:
+        return lines(found)
+
+
+class DnsName:
+    """The A and AAAA records of a name, as this machine resolves names. Each address is a replica. Without addresses
+    nothing changes: a name server that is being restarted may say so for a while."""
+
+    def __init__(self, name: Name, every_s: float) -> None:
+        self.every_s = every_s
+        self._name = name
+
+    def __str__(self) -> str:
+        return f"name {self._name}"
+
+    async def read(self) -> str:
+        """The addresses, one in a line."""
+        resolving = asyncio.get_running_loop().getaddrinfo(
+            self._name.host, self._name.port, type=socket.SOCK_STREAM
+        )
+        try:
+            found = await asyncio.wait_for(resolving, DNS_TIMEOUT_S)
+        except TimeoutError:
+            raise OSError(f"no answer within {DNS_TIMEOUT_S:g} s") from None
+        return "\n".join(sorted({str(address[0]) for *_, address in found}))
+
+    def replicas(self, found: str) -> list[WorkerUp]:
+        return [self._name.worker(address) for address in found.split("\n")]
+
+
+Source = ReplicaFile | DnsName
 
 
 async def follow(sources: Sequence[Source], shell: Shell, tls: ssl.SSLContext | None = None) -> None:
@@ -43,6 +99,11 @@ class Follower:
         self._session = session
         self._listing = Listing(str(source))
         self._probing: dict[str, asyncio.Task[None]] = {}
+        self._is_first = True
+        self._found: str | None = None
+        """By the last look that found anything."""
+        self._used: str | None = None
+        self._complaint = ""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -61,14 +122,27 @@ class Follower:
                 task.cancel()
 
     async def look(self) -> None:
-        """Looks once, and tells the router what has changed."""
-        ups = await self._source.look()
-        if ups is not None:
-            events = self._listing.found(ups)
-            log.info("%s lists %d replicas", self._source, len(self._listing))
-            self._tell(events)
-        if self._source.is_settled:
-            self._tell(self._listing.lost(self._shell.listing()))
+        """Looks once, and tells the router what has changed. What is wrong with the list is logged, once."""
+        is_first, self._is_first = self._is_first, False
+        try:
+            before, self._found = self._found, await self._source.read()
+            if self._found == self._used:
+                self._tell(self._listing.lost(self._shell.listing()))
+            elif is_first or self._found == before:
+                ups = self._source.replicas(self._found)
+                self._used = self._found
+                events = self._listing.found(ups)
+                log.info("%s lists %d replicas", self._source, len(self._listing))
+                self._tell(events)
+            else:
+                return
+        except (OSError, ValueError) as error:  # of which UnicodeError is one
+            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            if reason != self._complaint:
+                log.warning("%s: %s: the replicas of before stay", self._source, reason)
+            self._complaint = reason
+            return
+        self._complaint = ""
 
     async def _probe(self, up: WorkerUp) -> None:
         try:

@@ -19,9 +19,8 @@ from router.core import Router
 from router.events import Agent, Arrive, Done, Follow, Place, WorkerDrain, Workers, WorkerUp
 from router.placement import build
 from router.replica_lists import follow, specs
-from router.replica_lists.follow import Follower
+from router.replica_lists.follow import Follower, ReplicaFile
 from router.replica_lists.listing import Listing
-from router.replica_lists.sources import ReplicaFile
 from router.wire import pack_tokens
 from sglang_fair.settings.commands import BAD_INPUT
 from tests.router.test_shell import Wire
@@ -179,79 +178,65 @@ def test_what_zmq_connects_to_is_an_address(address: str) -> None:
 # -- a file
 
 
-def looks(source: ReplicaFile, times: int = 2) -> list[list[str]]:
-    found = [asyncio.run(source.look()) for _ in range(times)]
-    return [[one.worker for one in ups] for ups in found if ups is not None]
+class Heard:
+    """A router that is told, and whether it is asked for its workers, so that those that are not listed drain."""
+
+    def __init__(self, path: Path) -> None:
+        self.was_asked = False
+        self._follower = Follower(ReplicaFile(path), cast(Any, self), cast(Any, None))
+
+    def listing(self) -> Workers:
+        self.was_asked = True
+        return Workers("", ())
+
+    def tell(self, event: WorkerDrain) -> None:
+        raise AssertionError(event)
+
+    def looks(self, times: int = 1) -> list[str]:
+        """What the list has then, in the router's eyes."""
+        self.was_asked = False
+        for _ in range(times):
+            asyncio.run(self._follower.look())
+        return [up.worker for up in self._follower._listing.waiting()]
 
 
-def test_a_file_is_read_again_when_it_has_settled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_is_used_when_it_has_settled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "replicas"
-    source = ReplicaFile(path)
+    heard = Heard(path)
     with caplog.at_level(logging.WARNING, "router"):
-        assert looks(source) == []
+        assert heard.looks(2) == []
         assert len(caplog.records) == 1, "that it is not there is said once"
         path.write_text("# two\nr0,http=http://h:1\nr1,http=http://h:2\n")
-        assert looks(source, 1) == [], "it may be half written"
-        assert looks(source, 3) == [["r0", "r1"]]
+        assert heard.looks() == [], "it may be half written"
+        assert heard.looks() == ["r0", "r1"]
         caplog.clear()
         path.write_text("r0,http=http://h:1\nr2,ht")
-        assert looks(source, 5) == []
+        assert heard.looks(5) == ["r0", "r1"]
         [said] = [one.getMessage() for one in caplog.records]
         assert said.startswith(f"file {path}: line 2: worker r2: fields are KEY=VALUE")
         assert said.endswith(": the replicas of before stay")
         path.write_bytes(b"\xff\xfe")
-        assert looks(source) == []
+        assert heard.looks(2) == ["r0", "r1"]
         path.unlink()
-        assert looks(source) == [], "a file that is gone takes nobody away"
+        assert heard.looks(2) == ["r0", "r1"], "a file that is gone takes nobody away"
         (tmp_path / "new").write_text("r2,http=http://h:3\n")
         (tmp_path / "new").rename(path)
-        assert looks(source, 3) == [["r2"]]
+        assert heard.looks(2) == ["r2"]
         path.write_text("")
-        assert looks(source, 3) == [[]], "an empty one drains all"
-
-
-class Torn(type(Path())):  # type: ignore[misc]
-    """A file that its writer empties just when it is read."""
-
-    def read_text(self, *args: str, **options: str) -> str:
-        self.write_text("")
-        return super().read_text(*args, **options)
-
-
-def test_a_file_that_is_emptied_while_it_is_read_drains_nobody(tmp_path: Path) -> None:
-    path = Torn(tmp_path / "replicas")
-    source = ReplicaFile(path)
-    for _ in range(3):
-        path.write_text("r0,http=http://h:1\n")
-        assert looks(source) == []
+        assert heard.looks() == ["r2"], "its writer may have emptied it to write it anew"
+        assert heard.looks() == [], "an empty one drains all"
 
 
 def test_a_file_that_is_half_written_when_a_router_begins_drains_nobody(tmp_path: Path) -> None:
     path = tmp_path / "replicas"
     path.write_text("r0,http=http://r0\n")
-    asked: list[bool] = []
-
-    class Shell:
-        def listing(self) -> Workers:
-            asked.append(True)
-            return Workers("", ())
-
-        def tell(self, event: object) -> None:
-            pass
-
-    async def looks() -> list[bool]:
-        """Whether the router is asked whom it has of the list, so that the others drain."""
-        follower = Follower(ReplicaFile(path), cast(Any, Shell()), cast(Any, None))
-        found = []
-        for text in ("", "r1,http=http://r1\n", "", ""):
-            with path.open("a") as file:
-                file.write(text)
-            await follower.look()
-            found.append(bool(asked))
-            asked.clear()
-        return found
-
-    assert asyncio.run(looks()) == [False, False, False, True], "at the last one it is what was read before"
+    heard, asked = Heard(path), []
+    for text in ("", "r1,http=http://r1\n", "", ""):
+        with path.open("a") as file:
+            file.write(text)
+        heard.looks()
+        asked.append(heard.was_asked)
+    assert asked == [False, False, False, True], "at the last one it is what was used before"
 
 
 @pytest.mark.slow
@@ -275,7 +260,6 @@ def test_the_router_does_not_start_on_a_bad_list(tmp_path: Path, option: str, va
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReplicaFile, "every_s", 0.05)
     monkeypatch.setattr(follow, "PROBE_EVERY_S", 0.05)
 
 
@@ -283,7 +267,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def router_of(path: Path) -> Iterator[Wire]:
     wire = Wire(Router(build("round_robin"), name="round_robin", page_size=4, linger_s=0.0))
     try:
-        wire.jobs.append(follow.follow([ReplicaFile(path)], wire.shell))
+        wire.jobs.append(follow.follow([ReplicaFile(path, 0.05)], wire.shell))
         wire.start()
         yield wire
     finally:
