@@ -13,13 +13,13 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from router.client import RouterClient
 from router.replica_lists import specs
 from sglang_fair.cluster import gpus, models, on_ray
-from sglang_fair.cluster.child import kill_session
 from sglang_fair.cluster.console import ConsoleReporter, addresses, example, make_console, show
 from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.gpus import GpusTaken, Machine
@@ -46,38 +46,26 @@ from sglang_fair.common import curve
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.files import read_json
 from sglang_fair.common.installed import missing_engine
-from sglang_fair.common.processes import child_environment
 from sglang_fair.common.service_keys import feeder_key, replica_key
 from sglang_fair.models import checkpoint
+from sglang_fair.models.__main__ import for_gateway, showing
 from sglang_fair.models.catalog import EMULATED
 
 STOPPED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: stopped as asked; could not start or go on; bad input; stopped before it was ready."""
 
 
-TIDY_UP_S = 2.0
-"""Time for a model that is being prepared to take its half-made files away."""
-
-
-class Interrupted(Exception):
-    """A signal came before there was anything to stop."""
-
-
-class NoSuchModel(Exception):
-    """The process that looked for the model has said what is wrong."""
-
-
 def run_cluster(options: Options) -> int:
     """Runs a cluster, whose options were checked, until a signal. What goes wrong is one line on stderr."""
+    for number in _signals():  # until the event loop has them
+        signal.signal(number, _interrupt)
     try:
         on_ray.check(options)
         if options.ray is not None and find_spec("ray") is None:
             raise ConfigError(on_ray.MISSING, "ray")
-        return asyncio.run(_run(options))
-    except Interrupted:
+        return _run(options)
+    except KeyboardInterrupt:
         return INTERRUPTED
-    except NoSuchModel:
-        return BAD_INPUT
     except ConfigError as error:
         print(f"sglang-fair: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT
@@ -86,10 +74,11 @@ def run_cluster(options: Options) -> int:
         return FAILED
 
 
-async def _run(options: Options) -> int:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in _signals():
-        loop.add_signal_handler(number, stop.set)
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _run(options: Options) -> int:
     if missing := missing_engine():
         raise ConfigError(missing)
     keys = _keys(options.keys)
@@ -106,7 +95,7 @@ async def _run(options: Options) -> int:
         names = models.dealt(options)
         options = replace(options, replicas=len(names))
         taken = gpus.take(options, device, machine.gpus, gpu_marks) if options.ray is None else ()
-        found = await _find_models(options, machine, stop)
+        found = _find_models(options)
         each = tuple(found[called] for called in names)
         swaps = {
             index: tuple(found[called] for called in can_load)
@@ -125,7 +114,7 @@ async def _run(options: Options) -> int:
         )  # fmt: skip
         # With --ray, replicas are changed where they are known: in the fleet.
         control = socket_path(ports.gateway) if files is None else None
-        return await _supervise(plan, reporter, stop, added, gpu_marks, control, options.scale_up, keys)
+        return asyncio.run(_supervise(plan, reporter, added, gpu_marks, control, options.scale_up, keys))
 
 
 def _with_ports(options: Options, reservations: Reservations) -> Options:
@@ -147,12 +136,17 @@ def _make_service_keys(options: Options) -> None:
             os.environ[key.variable] = secrets.token_urlsafe(32)
 
 
-async def _find_models(options: Options, machine: Machine, stop: asyncio.Event) -> dict[str, Model]:
+def _find_models(options: Options) -> dict[str, Model]:
+    """By name, each prepared where it is missing. Raises ConfigError."""
     found: dict[str, Model] = {}
-    is_emulated = options.emulation() is not None
+    kind = "" if options.emulation() is None else EMULATED
     for called, wanted in options.model_names().items():
-        model = await _find_model(EMULATED + wanted if is_emulated else wanted, machine, stop)
-        found[called] = replace(model, served_name=called or model.served_name, wanted=wanted)
+        try:
+            with showing(kind + wanted) as say:
+                folder, own_name = for_gateway(kind + wanted, say)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(" ".join(str(error).split())) from None
+        found[called] = Model(folder, called or own_name, wanted)
     return found
 
 
@@ -230,7 +224,6 @@ def _signals() -> list[signal.Signals]:
 async def _supervise(
     plan: Plan,
     reporter: ConsoleReporter,
-    stop: asyncio.Event,
     added: Additions,
     gpu_marks: Marks,
     control_path: Path | None,
@@ -250,16 +243,11 @@ async def _supervise(
 
         def on_signal() -> None:
             reporter.close()
-            reporter.say(
-                "killing" if stop.is_set() else "stopping: gateway, router, replicas (again: at once)"
-            )
-            stop.set()
-            supervisor.stop()
+            again = supervisor.stop()
+            reporter.say("killing" if again else "stopping: gateway, router, replicas (again: at once)")
 
         for number in _signals():
             loop.add_signal_handler(number, on_signal)
-        if stop.is_set():
-            raise Interrupted
         workers = Workers(Local(supervisor, link, added.plan, added.freed), plan.router, keys)
         control = None if control_path is None else Control(control_path, workers.handle)
         try:
@@ -283,32 +271,6 @@ async def _supervise(
         raise StartFailed("the cluster cannot go on and has been stopped")
     reporter.say("stopped")
     return STOPPED if was_up else INTERRUPTED
-
-
-async def _find_model(name: str, machine: Machine, stop: asyncio.Event) -> Model:
-    """The model, prepared by a process of its own. Raises `NoSuchModel`; `Interrupted` when `stop` is set."""
-    process = await asyncio.create_subprocess_exec(
-        machine.python, "-m", "sglang_fair.models", name, "--json",
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
-        env=child_environment(),
-    )  # fmt: skip
-    found = asyncio.create_task(process.communicate())
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([found, stopped], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopped.cancel()
-        if not found.done():
-            process.terminate()
-            await asyncio.wait([found], timeout=TIDY_UP_S)
-            await kill_session(process.pid)
-    output, _ = await found
-    if stop.is_set():
-        raise Interrupted
-    if process.returncode != 0:
-        raise NoSuchModel
-    facts = json.loads(output)
-    return Model(Path(facts["folder"]), facts["served_name"])
 
 
 def replicas_of(plan: Plan, files: FleetFiles | None) -> dict[str, str]:

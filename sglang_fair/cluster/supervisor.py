@@ -83,11 +83,13 @@ class Supervisor:
         processes = tuple(spec if one.name == spec.name else one for one in self._plan.processes)
         self._plan = replace(self._plan, processes=processes)
 
-    def stop(self) -> None:
-        """Ends the run gracefully, or at once when called again. May be called from a signal handler of the loop."""
-        if self._stop.is_set():
+    def stop(self) -> bool:
+        """Ends the run gracefully, or at once when called again, which is returned. May be called from a signal handler
+        of the loop."""
+        if again := self._stop.is_set():
             self._hurry.set()
         self._stop.set()
+        return again
 
     async def run(self) -> bool:
         """Runs until `stop`. True if it was stopped, False if it ended because a process was given up.

@@ -1,10 +1,5 @@
-"""`python -m sglang_fair.models NAME` prepares a model where it is missing and prints its folder.
+"""`python -m sglang_fair.models NAME` prepares a model where it is missing and prints its folder."""
 
-A cluster runs it as a process of its own, so that Ctrl-C ends it in the middle of a download, and so that the
-supervisor holds none of the memory that a conversion takes.
-"""
-
-import json
 import shutil
 import signal
 import sys
@@ -17,7 +12,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from sglang_fair import models
-from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.models.catalog import find, names, resolve
 from sglang_fair.models.folder import Progress as Say
 from sglang_fair.settings.commands import Argument, Mistake, Option, run
@@ -49,9 +43,7 @@ def copy_tokenizer(name: str, to: Path, say: Say) -> list[Path]:
 
     Raises ValueError, in one line, for a model without a tokenizer.json; else as `find` and `fetch`.
     """
-    source = Path(find(name, say).path)
-    if not source.is_dir():
-        source = fetch(str(source), TOKENIZER_FILES, say)
+    source, _ = for_gateway(name, say)
     if not (source / "tokenizer.json").is_file():
         raise ValueError(f"model {name} has no tokenizer.json, which a gateway needs")
     to.mkdir(parents=True, exist_ok=True)
@@ -72,13 +64,13 @@ def showing(name: str) -> Iterator[Say]:
         yield lambda text: bar.update(task, description=text)
 
 
-def facts(name: str, say: Say) -> dict[str, str]:
-    """Folder and name of a model, fetched as far as a gateway needs it; SGLang does the rest."""
+def for_gateway(name: str, say: Say) -> tuple[Path, str]:
+    """Folder and name of a model, fetched as far as a gateway needs it; SGLang does the rest. Raises as `find`."""
     model = find(name, say)
     folder = Path(model.path)
     if not folder.is_dir():
         folder = fetch(model.path, TOKENIZER_FILES, say)
-    return {"folder": str(folder), "served_name": model.served_name}
+    return folder, model.served_name
 
 
 def main(
@@ -93,9 +85,6 @@ def main(
             help="Copy what a gateway needs of the model, which may be on the hub, to this folder.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, Option("--json", help="One line of JSON: the folder of what a gateway needs, and the name.")
-    ] = False,
 ) -> None:
     """Print a model's folder; prepare the model first when it is missing."""
     if name is None:
@@ -105,9 +94,7 @@ def main(
         return
     try:
         with showing(name) as say:
-            if as_json:
-                shown = json.dumps(facts(name, say))
-            elif tokenizer_to is None:
+            if tokenizer_to is None:
                 shown = str(resolve(name, say))
             else:
                 copy_tokenizer(name, tokenizer_to, say)
@@ -118,6 +105,5 @@ def main(
 
 
 if __name__ == "__main__":
-    die_with_supervisor()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half-made files are removed
     sys.exit(run(main, "sglang-fair models"))
