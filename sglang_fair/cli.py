@@ -78,7 +78,7 @@ PROGRAMS = {
         "Compare schedulers, quanta and numbers of replicas on modelled GPUs, in virtual time.",
     ),
     "reproduce": Program(
-        "workloads.experiments",
+        "workloads.experiments.command",
         "Run the papers' experiments in the simulator: tables and figures beside the published ones.",
     ),
     "limits": Program(

@@ -248,3 +248,7 @@ def _draw(
     else:
         if written:
             console.print(f"{len(written)} plots in {folder}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
