@@ -9,11 +9,11 @@ Blank lines count as lines and are passed over. Pure; a `Reader` keeps 16 bytes 
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import lru_cache
 
 import msgspec
 
-from router.batches.model import MOST_NUMBER, Issue, Item, StoredBatch
+from router.batches.model import MOST_NUMBER, BatchIssue, Item, StoredBatch
 from sglang_fair.common.fields import WIDEST, Facts, Wrong, judge
 
 MOST_ISSUES = 1000
@@ -26,7 +26,14 @@ EXPIRED = "batch_expired", "This request could not be executed before the comple
 CANCELLED = "batch_cancelled", "This request was not executed because its batch was cancelled."
 
 
-class _Line(msgspec.Struct):
+class _Refused(Exception):
+    """What is wrong with a line."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        self.code, self.message, self.param = code, message, param
+
+
+class _Line(msgspec.Struct, gc=False):
     custom_id: str
     method: str
     url: str
@@ -50,13 +57,14 @@ class Reader:
         self._facts = {
             model: facts._replace(vocabulary=batch.vocabularies.get(model)) for model in batch.models
         }
+        self._model = lru_cache(64)(self._model_of)
         self._most_items = min(most_items, MOST_NUMBER - 1)
         self._most_line_bytes = most_line_bytes
         self._seen: set[bytes] = set()
         self._line = 0
         self.wrong = 0
         """Lines."""
-        self._issues: list[Issue] = []
+        self._issues: list[BatchIssue] = []
         self.items = 0
 
     @property
@@ -69,89 +77,86 @@ class Reader:
         self._line += 1
         if not line.strip():
             return None
-        if len(line) > self._most_line_bytes:
-            self._refuse("line_too_long", f"the line has more than {self._most_line_bytes} bytes")
+        try:
+            found, model = self._judged(line)
+        except _Refused as refused:
+            self.wrong += 1
+            if len(self._issues) < MOST_ISSUES:
+                self._issues.append(BatchIssue(refused.code, refused.message, self._line, refused.param))
             return None
+        self.items += 1
+        return Item(self.items, found.custom_id, model, bytes(found.body))
+
+    def issues(self) -> tuple[BatchIssue, ...]:
+        """What is wrong with all that was read, by line."""
+        if self.is_too_long:
+            return (BatchIssue("too_many_requests", f"the file has more than {self._most_items} requests"),)
+        found = tuple(self._issues)
+        if self.wrong > len(found):
+            found += (BatchIssue("more_errors", f"{self.wrong - len(found)} more lines are wrong"),)
+        if not found and not self.items:
+            return (BatchIssue("empty_file", "the file has no requests"),)
+        return found
+
+    def _judged(self, line: bytes) -> tuple[_Line, str]:
+        """With the served model that is meant. Raises `_Refused`."""
+        if len(line) > self._most_line_bytes:
+            raise _Refused("line_too_long", f"the line has more than {self._most_line_bytes} bytes")
         try:
             found = _LINES.decode(line)
             body = msgspec.json.decode(found.body)
             if not isinstance(body, dict):
                 raise ValueError(f"it is {type(body).__name__}")
         except _UNREADABLE as error:
-            self._refuse(*_unreadable(line, error))
-            return None
-        judged = self._judge(found, body)
-        if not isinstance(judged, str):
-            self._refuse(*judged)
-            return None
-        self.items += 1
-        return Item(self.items, found.custom_id, judged, bytes(found.body))
-
-    def issues(self) -> tuple[Issue, ...]:
-        """What is wrong with all that was read, by line."""
-        if self.is_too_long:
-            return (Issue("too_many_requests", f"the file has more than {self._most_items} requests"),)
-        found = tuple(self._issues)
-        if self.wrong > len(found):
-            found += (Issue("more_errors", f"{self.wrong - len(found)} more lines are wrong"),)
-        if not found and not self.items:
-            return (Issue("empty_file", "the file has no requests"),)
-        return found
-
-    def _judge(self, line: _Line, body: dict[str, Any]) -> str | tuple[str, str, str]:
-        """The served model that is meant, or what is wrong: code, message and field."""
-        if not 1 <= len(line.custom_id) <= MOST_CUSTOM_ID:
-            return "invalid_custom_id", f"custom_id must have 1 to {MOST_CUSTOM_ID} characters", "custom_id"
-        if line.method != "POST":
-            return "invalid_method", f"method must be POST, not {line.method!r:.40}", "method"
-        if line.url != self._endpoint:
-            return "mismatched_url", f"url must be {self._endpoint}, not {line.url!r:.80}", "url"
+            raise _unreadable(line, error) from None
+        if not 1 <= len(found.custom_id) <= MOST_CUSTOM_ID:
+            message = f"custom_id must have 1 to {MOST_CUSTOM_ID} characters"
+            raise _Refused("invalid_custom_id", message, "custom_id")
+        if found.method != "POST":
+            raise _Refused("invalid_method", f"method must be POST, not {found.method!r:.40}", "method")
+        if found.url != self._endpoint:
+            raise _Refused("mismatched_url", f"url must be {self._endpoint}, not {found.url!r:.80}", "url")
         if body.get("stream"):
-            return "stream_not_supported", "a request of a batch cannot be streamed", "body.stream"
-        asked = body.get("model")
-        model = self._model(asked)
+            raise _Refused("stream_not_supported", "a request of a batch cannot be streamed", "body.stream")
+        asked = body.get("model", "default")
+        model = self._model(asked) if isinstance(asked, str | None) else None
         if model is None:
-            return "model_not_found", f"the model {asked!r:.200} does not exist here", "body.model"
+            raise _Refused("model_not_found", f"the model {asked!r:.200} does not exist here", "body.model")
         try:
             judge(self._endpoint, body, self._facts[model])
         except Wrong as wrong:
-            return "invalid_value", str(wrong), f"body.{wrong.field}"
-        digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
+            raise _Refused("invalid_value", str(wrong), f"body.{wrong.field}") from None
+        digest = hashlib.blake2b(found.custom_id.encode(), digest_size=16).digest()
         if digest in self._seen:
-            return "duplicate_custom_id", f"the custom_id {line.custom_id!r:.80} stands twice", "custom_id"
+            message = f"the custom_id {found.custom_id!r:.80} stands twice"
+            raise _Refused("duplicate_custom_id", message, "custom_id")
         self._seen.add(digest)
-        return model
+        return found, model
 
-    def _model(self, asked: object) -> str | None:
+    def _model_of(self, asked: str | None) -> str | None:
         """The served model that is meant, or an adapter of which; None: none."""
         if asked is None or asked == "default":
             asked = self._models[0]
-        if not isinstance(asked, str) or (self._allowed is not None and asked not in self._allowed):
+        if self._allowed is not None and asked not in self._allowed:
             return None
         owners = [model for model in self._models if asked == model or asked.startswith(f"{model}:")]
         return max(owners, key=len, default=None)
 
-    def _refuse(self, code: str, message: str, param: str | None = None) -> None:
-        self.wrong += 1
-        if len(self._issues) < MOST_ISSUES:
-            self._issues.append(Issue(code, message, self._line, param))
 
-
-def _unreadable(line: bytes, error: Exception) -> tuple[str, str, str | None]:
+def _unreadable(line: bytes, error: Exception) -> _Refused:
     """Whether it is no JSON, or not the JSON of a request."""
     try:
         whole = msgspec.json.decode(line)
     except _UNREADABLE:
-        return "invalid_json_line", "the line is no JSON object", None
+        whole = None
     if not isinstance(whole, dict):
-        return "invalid_json_line", "the line is no JSON object", None
+        return _Refused("invalid_json_line", "the line is no JSON object")
     for field in ("custom_id", "method", "url", "body"):
         if field not in whole:
-            return f"missing_{field}", f"{field} is missing", field
-    for field in ("custom_id", "method", "url"):
-        if not isinstance(whole[field], str):
-            return f"invalid_{field}", f"{field} must be a text", field
-    return "invalid_body", f"body must be an object: {error}", "body"
+            return _Refused(f"missing_{field}", f"{field} is missing", field)
+        if field != "body" and not isinstance(whole[field], str):
+            return _Refused(f"invalid_{field}", f"{field} must be a text", field)
+    return _Refused("invalid_body", f"body must be an object: {error}", "body")
 
 
 def split(pieces: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
@@ -173,33 +178,24 @@ def result_id(batch: str, number: int) -> str:
     return f"batch_req_{batch.removeprefix('batch_')}_{number}"
 
 
-def answered(batch: str, number: int, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+def answered(batch: str, item: Item, status: int, request_id: str, body: bytes) -> bytes:
     """The line of an item that was answered, also of one that was refused. `body` is JSON; ValueError if not."""
     try:
-        raw = msgspec.Raw(body)
-        if b"\n" in body or b"\r" in body:
-            raw = msgspec.Raw(msgspec.json.encode(msgspec.json.decode(body)))
-        else:
-            msgspec.json.decode(body)
+        found, raw = msgspec.json.decode(body), msgspec.Raw(body)
     except _UNREADABLE as error:
         raise ValueError(f"the answer is no JSON: {error}") from None
-    return msgspec.json.encode(
-        {
-            "id": result_id(batch, number),
-            "custom_id": custom_id,
-            "response": {"status_code": status, "request_id": request_id, "body": raw},
-            "error": None,
-        }
-    )
+    if b"\n" in body or b"\r" in body:
+        raw = msgspec.Raw(msgspec.json.encode(found))
+    return _line(batch, item, {"status_code": status, "request_id": request_id, "body": raw}, None)
 
 
-def unanswered(batch: str, number: int, custom_id: str, code: str, message: str) -> bytes:
+def unanswered(batch: str, item: Item, code: str, message: str) -> bytes:
     """The line of an item that has no answer."""
+    return _line(batch, item, None, {"code": code, "message": message})
+
+
+def _line(batch: str, item: Item, response: object, error: object) -> bytes:
+    name = result_id(batch, item.number)
     return msgspec.json.encode(
-        {
-            "id": result_id(batch, number),
-            "custom_id": custom_id,
-            "response": None,
-            "error": {"code": code, "message": message},
-        }
+        {"id": name, "custom_id": item.custom_id, "response": response, "error": error}
     )

@@ -32,9 +32,6 @@ Status = Literal[
 
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 
-Closing = Literal["", "expired", "cancelled"]
-"""Why what is left of a batch is not answered; "": it is."""
-
 Results = Literal["", "output", "error"]
 
 FILE_PATTERN = "^file-[0-9a-f]{32}(-output|-error)?$"
@@ -75,15 +72,19 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose = "batch"
     filename: str
     bytes: int
-    created_s: int
-    expires_s: int | None = None
+    created_at: int
+    expires_at: int | None = None
     batch: str = ""
     """Whose results it holds."""
     results: Results = ""
 
+    @property
+    def status(self) -> str:
+        return "processed"
 
-class Issue(msgspec.Struct, frozen=True):
-    """What is wrong with a batch: OpenAI's entry in `errors`. `line` counts from 1."""
+
+class BatchIssue(msgspec.Struct, frozen=True):
+    """What is wrong with a line of a batch, or with all of it."""
 
     code: str
     message: str
@@ -91,26 +92,58 @@ class Issue(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
-class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch. `times` says when it came to each status."""
+class BatchIssues(msgspec.Struct, frozen=True):
+    """What is wrong with a batch."""
 
-    id: str
-    client: str
-    endpoint: str
-    input_file: str
-    window: str
-    created_s: int
-    expires_s: int
-    status: Status = "validating"
-    closing: Closing = ""
+    data: tuple[BatchIssue, ...]
+    object: Literal["list"] = "list"
+
+
+class BatchCounts(msgspec.Struct, frozen=True):
+    """Requests of a batch. Those that are neither completed nor failed wait or run."""
+
     total: int = 0
     completed: int = 0
     failed: int = 0
-    output_file: str | None = None
-    error_file: str | None = None
+
+
+class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: str = "validating"
+    created_at: int
+    expires_at: int
+    request_counts: BatchCounts = BatchCounts()
+    errors: BatchIssues | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
     metadata: Mapping[str, str] | None = None
-    issues: tuple[Issue, ...] = ()
-    times: Mapping[str, int] = {}
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    object: Literal["batch"] = "batch"
+
+
+class StoredBatch(BatchObject, frozen=True, kw_only=True):
+    """One batch, with what its client is not shown."""
+
+    client: str
+    seq: int = 0
+    """The store's name for it, once it is kept."""
+    closing: Literal["", "expired", "cancelled"] = ""
+    """Why what is left of it is not answered; "": it is."""
+    left: Mapping[str, int] = {}
+    """Items without a result, by model."""
+    output_bytes: int = 0
+    error_bytes: int = 0
     models: tuple[str, ...] = ()
     """Those that were served when it was made, the first one first."""
     allowed: tuple[str, ...] | None = None
@@ -124,12 +157,12 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
         return self.status not in OPEN
 
     @property
-    def left(self) -> int:
-        """Items without a result."""
-        return self.total - self.completed - self.failed
+    def base(self) -> int:
+        """Its items have the keys above it."""
+        return self.seq * MOST_NUMBER
 
 
-class Item(msgspec.Struct, frozen=True):
+class Item(msgspec.Struct, frozen=True, gc=False):
     """One request of a batch, the `number`-th from 1. `body` is JSON as its client wrote it."""
 
     number: int
@@ -142,22 +175,13 @@ class Item(msgspec.Struct, frozen=True):
     """The store's name for it, once it is accepted."""
 
 
-class Ending(msgspec.Struct, frozen=True):
+class Ending(msgspec.Struct, frozen=True, gc=False):
     """What became of an item: a line of the output file, or of the error file."""
 
     batch: str
     number: int
     is_ok: bool
     line: bytes
-
-
-class Part(msgspec.Struct, frozen=True):
-    """Items of one batch that are for one model: how many have no result yet, and how many of these are leased."""
-
-    batch: str
-    model: str
-    left: int
-    leased: int
 
 
 class ClientTotals(msgspec.Struct):

@@ -18,8 +18,9 @@ take turns (`BEGIN IMMEDIATE`). On PostgreSQL leases pass over what others lease
 
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,20 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, make_url
 
-from router.batches.changes import cancelled, closed, closing, ended, failed, is_ending, moved
+from router.batches import lines
 from router.batches.model import (
     MOST_NUMBER,
     OPEN,
+    BatchCounts,
+    BatchIssue,
+    BatchIssues,
     ClientTotals,
     Ending,
     FileInUse,
-    Issue,
     Item,
-    Part,
     Purpose,
+    Results,
+    Status,
     StoreDamaged,
     StoredBatch,
     StoredFile,
@@ -46,8 +50,8 @@ from router.batches.model import (
     StoreFull,
 )
 
-FORMAT = 3
-"""Of the tables. 1 and 2 were of SQLite alone."""
+FORMAT = 4
+"""Of the tables."""
 BUSY_S = 30.0
 """Longest wait for another process's commit."""
 CHECKED_BYTES = 1 << 30
@@ -82,30 +86,29 @@ def _seq() -> sa.Column[int]:
 
 _FORMATS = _table("format", numbers="version")
 _FILES = _table(
-    "files", _seq(), sa.Column("expires_s", sa.BigInteger), sa.UniqueConstraint("id"), sa.Index("files_of", "client"),
-    texts="id client purpose filename batch results", numbers="bytes created_s",
+    "files", _seq(), sa.Column("expires_at", sa.BigInteger), sa.UniqueConstraint("id"), sa.Index("files_of", "client"),
+    texts="id client purpose filename batch results", numbers="bytes created_at",
 )  # fmt: skip
 _BATCHES = _table(
-    "batches", _seq(), sa.Column("about", sa.LargeBinary, nullable=False),
+    "batches", _seq(),
+    sa.Column("about", sa.LargeBinary, nullable=False),  # all of it; the other columns are what is looked for
     sa.Column("owner", sa.Text),  # the feeder that validates it
     sa.UniqueConstraint("id"), sa.Index("batches_of", "client"), sa.Index("batches_in", "status"),
-    texts="id client status", numbers="total completed failed output_bytes error_bytes",
+    texts="id client status", numbers="total completed failed",
 )  # fmt: skip
 _ITEMS = _table(
     "items",
-    sa.Column("id", _ID, primary_key=True, autoincrement=False),  # above that of its batch, see `_base`
+    sa.Column("id", _ID, primary_key=True, autoincrement=False),  # above that of its batch
     sa.Column("content", sa.LargeBinary, nullable=False),
     sa.Column("owner", sa.Text),  # the feeder that leases it
     _when(WAITS, "items_waiting", "model", "id"), _when(LEASED, "items_leased", "owner", "model"),
     texts="model custom_id", numbers="state tries",
 )  # fmt: skip
-_PARTS = _table("parts", sa.PrimaryKeyConstraint("batch", "model"), texts="model", numbers="batch left")
 _FEEDERS = _table("feeders", sa.Column("owner", sa.Text, primary_key=True), sa.Column("until_s", sa.Double))
-_F, _B, _I, _P, _O = (one.c for one in (_FILES, _BATCHES, _ITEMS, _PARTS, _FEEDERS))
+_F, _B, _I, _O = (one.c for one in (_FILES, _BATCHES, _ITEMS, _FEEDERS))
 
 _FILE = [_F[name] for name in StoredFile.__struct_fields__]
-_NO_COUNTS = dict.fromkeys(("total", "completed", "failed", "output_bytes", "error_bytes"), 0)
-_BATCH = [_B[name] for name in ("seq", "status", "total", "completed", "failed", "about")]
+_BATCH = _B.seq, _B.about
 
 
 class Store:
@@ -114,19 +117,18 @@ class Store:
 
     def __init__(self, where: Path | str) -> None:
         self._path = where if isinstance(where, Path) else None
+        options: dict[str, Any] = {"connect_args": {"connect_timeout": 5}, "pool_pre_ping": True}
         if self._path is not None:
-            url, options = f"sqlite:///{where}", {"timeout": BUSY_S, "check_same_thread": False}
-            self.name, style = str(where), "named"
+            url, self.name = f"sqlite:///{where}", str(where)
+            waits = {"timeout": BUSY_S, "check_same_thread": False}
+            options = {"connect_args": waits, "paramstyle": "named"}  # as `_many` has them
         else:
-            url, options = str(where).replace("postgresql:", "postgresql+psycopg:", 1), {"connect_timeout": 5}
-            style = "pyformat"
+            url = str(where).replace("postgresql:", "postgresql+psycopg:", 1)
             try:
                 self.name = make_url(url).render_as_string().replace("+psycopg", "", 1)
             except (sa.exc.ArgumentError, ValueError):
                 raise StoreError("this is no URL of a database") from None
-        self._db = sa.create_engine(
-            url, connect_args=options, paramstyle=style, pool_pre_ping=style != "named"
-        )
+        self._db = sa.create_engine(url, **options)
         if self._path is not None:
             sa.event.listen(self._db, "connect", _connected)
             sa.event.listen(self._db, "begin", _begin)
@@ -190,7 +192,7 @@ class Store:
             if name in _being_read(db):
                 raise FileInUse("a batch that is being validated still reads the file")
             if file.results:
-                of = _of(_base(db, file.batch))
+                of = _of(_known(db, file.batch).base)
                 db.execute(_ITEMS.delete().where(of, _I.state == _kind(file)))
             db.execute(_FILES.delete().where(_F.id == name))
             return True
@@ -199,7 +201,7 @@ class Store:
         """Lines of a file of results, behind that of item `after`, in the order of items: some, not far above
         `most_bytes` together, and the number of the last; None: these are the last."""
         with self._reading() as db:
-            base = _base(db, file.batch)
+            base = _known(db, file.batch).base
             rows = sa.select(_I.id, _I.content).where(
                 _of(base), _I.id > base + after, _I.state == _kind(file)
             )
@@ -217,9 +219,8 @@ class Store:
 
     def add_batch(self, batch: StoredBatch) -> None:
         """It is to be validated."""
-        named = {name: getattr(batch, name) for name in ("id", "client", "status")}
         with self._commit() as db:
-            db.execute(_BATCHES.insert().values(**named, about=msgspec.json.encode(batch), **_NO_COUNTS))
+            db.execute(_BATCHES.insert().values(client=batch.client, **_row(batch)))
 
     def batch(self, client: str, name: str) -> StoredBatch | None:
         """The batch of this id."""
@@ -236,24 +237,24 @@ class Store:
         """The batch as it is then: cancelling, unless it was over; None if there is none."""
         with self._commit() as db:
             batch = _batch(db, name, client, lock=True)
-            return None if batch is None else _write(db, cancelled(batch, now_s))
+            if batch is None or batch.is_over or batch.closing:
+                return batch
+            return _write(db, _moved(batch, "cancelling", now_s, closing="cancelled"))
 
     def open_batches(self) -> list[StoredBatch]:
         """Of all clients: those that are not over, the oldest first."""
         with self._reading() as db:
-            return _open(db)
+            return _batches(db, _B.status.in_(OPEN))
 
     def totals(self) -> Mapping[str, ClientTotals]:
         """By client."""
         counts = (_B.total - _B.completed - _B.failed, _B.completed, _B.failed)
-        sums = sa.select(_B.client, *map(sa.func.sum, counts)).where(_B.status != "failed")
-        leases = sa.select(_B.client, sa.func.count()).join(_ITEMS, _B.seq == _I.id // MOST_NUMBER)
-        leases = leases.where(_I.state == LEASED).group_by(_B.client)
+        sums = sa.select(_B.client, *map(sa.func.sum, counts)).group_by(_B.client)
         with self._reading() as db:
-            running: dict[str, int] = dict(db.execute(leases).all())
+            running: dict[str, int] = dict(db.execute(_leases(_B.client)).all())
             return {
                 name: ClientTotals(int(left), int(completed), int(failed), running.get(name, 0))
-                for name, left, completed, failed in db.execute(sums.group_by(_B.client))
+                for name, left, completed, failed in db.execute(sums)
             }
 
     # -- validating
@@ -267,59 +268,42 @@ class Store:
             name = db.scalar(mine.order_by(_B.seq).limit(1).with_for_update(skip_locked=True))
             if name is None:
                 return None
-            _forget_items(db, _base(db, name))
             db.execute(_BATCHES.update().where(_B.id == name).values(owner=owner))
-            return _batch(db, name)
+            return _without_items(db, _known(db, name))
 
     def accept(self, batch: str, owner: str, items: Sequence[Item]) -> bool:
         """Further items of a batch that `owner` validates. False, and nothing is kept, if it does not any more."""
         with self._commit() as db:
-            if not _is_validating(db, batch, owner):
+            found = _validated(db, batch, owner)
+            if found is None:
                 return False
-            base = _base(db, batch)
-            names = ("id", "model", "custom_id", "content")
+            base, names = found.base, ("id", "model", "custom_id", "content")
             rows = ((base + one.number, one.model, one.custom_id, one.body) for one in items)
             _many(db, _NEW, [dict(zip(names, row, strict=True)) for row in rows])
-            for model, count in Counter(one.model for one in items).items():
-                if not _add_to_part(db, base, model, count):
-                    db.execute(_PARTS.insert().values(batch=base // MOST_NUMBER, model=model, left=count))
-            total = _B.total + len(items)
-            db.execute(_BATCHES.update().where(_B.id == batch).values(total=total))
+            left = Counter(found.left) + Counter(one.model for one in items)
+            _write(db, _changed(found, left=left, request_counts=BatchCounts(left.total())))
             return True
 
-    def start(self, batch: str, owner: str, now_s: int) -> bool:
-        """All its items are accepted, and may be answered. False if `owner` does not validate it any more."""
+    def settle(self, batch: str, owner: str, issues: Sequence[BatchIssue], now_s: int) -> bool:
+        """It was validated: all its items may be answered, or, with `issues`, nothing of it is run. False if `owner`
+        does not validate it any more."""
         with self._commit() as db:
-            if not _is_validating(db, batch, owner):
+            found = _validated(db, batch, owner)
+            if found is None:
                 return False
-            _write(db, moved(_known(db, batch), "in_progress", now_s))
-            return True
-
-    def fail(self, batch: str, owner: str, issues: Sequence[Issue], now_s: int) -> bool:
-        """It was validated, and nothing of it is run. False if `owner` does not validate it any more."""
-        with self._commit() as db:
-            if not _is_validating(db, batch, owner):
-                return False
-            _forget_items(db, _base(db, batch))
-            _write(db, failed(_known(db, batch), issues, now_s))
+            if issues:
+                errors = BatchIssues(tuple(issues))
+                _write(db, _moved(_without_items(db, found), "failed", now_s, errors=errors))
+            else:
+                _write(db, _moved(found, "in_progress", now_s))
             return True
 
     # -- leasing
 
-    def parts(self) -> list[Part]:
-        """Of all batches that are in progress: what is left, and how much of that is leased, by batch and model."""
-        of = _I.id // MOST_NUMBER
-        leases = sa.select(of, _I.model, sa.func.count()).where(_I.state == LEASED)
-        left = sa.select(_B.id, _P.batch, _P.model, _P.left).join(_PARTS, _P.batch == _B.seq)
-        running = left.where(_B.status == "in_progress", _P.left > 0)
+    def leased(self) -> Mapping[tuple[str, str], int]:
+        """How many items are leased, by batch and model."""
         with self._reading() as db:
-            leased = {
-                (batch, model): count for batch, model, count in db.execute(leases.group_by(of, _I.model))
-            }
-            return [
-                Part(name, model, count, leased.get((batch, model), 0))
-                for name, batch, model, count in db.execute(running.order_by(_B.seq, _P.model))
-            ]
+            return {(batch, model): count for batch, model, count in db.execute(_leases(_B.id, _I.model))}
 
     def renew(self, owner: str, until_s: float) -> None:
         """Leases of `owner` last until then, at least."""
@@ -380,11 +364,15 @@ class Store:
             found = _batch(db, batch, lock=True)
             if found is None or found.is_over:
                 return True
-            found = _write(db, closing(found, now_s))
-            base = _base(db, batch)
-            left = sa.select(_I.id - base, _I.custom_id).where(_of(base), _I.state < DONE)
-            rows = db.execute(left.order_by(_I.id).limit(most)).all()
-            _finish(db, [closed(found, *row) for row in rows], now_s, batch)
+            if not found.closing:
+                found = _write(db, _moved(found, "finalizing", now_s, closing="expired"))
+            code, message = lines.EXPIRED if found.closing == "expired" else lines.CANCELLED
+            left = sa.select(_I.id - found.base, _I.custom_id).where(_of(found.base), _I.state < DONE)
+            ends = []
+            for number, custom_id in db.execute(left.order_by(_I.id).limit(most)):
+                item = Item(number, custom_id, "", b"")
+                ends.append(Ending(batch, number, False, lines.unanswered(batch, item, code, message)))
+            _finish(db, ends, now_s, batch)
             return _known(db, batch).is_over
 
     # -- keeping house
@@ -393,15 +381,15 @@ class Store:
         """Forgets files that have expired and are not being read, and batches that were over before `ended_before_s`,
         with their results. The files that were uploaded and are gone, by id."""
         with self._commit() as db:
-            busy, old = _being_read(db), (_F.expires_s <= now_s, _F.purpose == "batch")
+            busy, old = _being_read(db), (_F.expires_at <= now_s, _F.purpose == "batch")
             gone = [name for name in db.scalars(sa.select(_F.id).where(*old)) if name not in busy]
             db.execute(_FILES.delete().where(_F.id.in_(gone)))
-            rows = db.execute(sa.select(*_BATCH).where(_B.status.not_in(OPEN))).all()
-        for batch in map(_stored, rows):
-            if max(batch.times.values(), default=batch.created_s) < ended_before_s:
+            over = _batches(db, _B.status.not_in(OPEN))
+        for batch in over:
+            if getattr(batch, f"{batch.status}_at") < ended_before_s:
                 with self._commit() as db:  # one at a time: others want to write, too
                     if _batch(db, batch.id, lock=True) is not None:
-                        _forget_items(db, _base(db, batch.id))
+                        db.execute(_ITEMS.delete().where(_of(batch.base)))
                         db.execute(_FILES.delete().where(_F.batch == batch.id))
                         db.execute(_BATCHES.delete().where(_B.id == batch.id))
         return gone
@@ -428,23 +416,26 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
-        with self._errors(self.name), self._db.begin() as db:
+        with _errors(self.name), self._db.begin() as db:
             yield db
 
     @contextmanager
     def _commit(self) -> Iterator[Connection]:
         """One transaction: whatever is raised inside undoes it. At its end it is on the disk."""
-        with self._errors(self.name), self._writing.begin() as db:
+        with _errors(self.name), self._writing.begin() as db:
             yield db
 
-    @contextmanager
-    def _errors(self, name: str) -> Iterator[None]:
-        """The database's errors as the module's head has them."""
-        try:
-            yield
-        except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
-            found = getattr(error, "orig", None) or error
-            raise _kind_of(found)(f"{name}: {str(found).strip().partition(chr(10))[0]}") from None
+
+@contextmanager
+def _errors(name: str) -> Iterator[None]:
+    """The database's errors as the module's head has them."""
+    try:
+        yield
+    except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
+        found = getattr(error, "orig", None) or error
+        code = getattr(found, "sqlstate", None) or getattr(found, "sqlite_errorcode", 0) & 0xFF
+        kind = StoreFull if code in _FULL else StoreDamaged if code in _DAMAGED else StoreError
+        raise kind(f"{name}: {str(found).strip().partition(chr(10))[0]}") from None
 
 
 def _connected(db: sqlite3.Connection, _: object) -> None:
@@ -461,18 +452,24 @@ _FULL = (sqlite3.SQLITE_FULL, "53100")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, "XX001", "XX002")
 
 
-def _kind_of(error: BaseException) -> Callable[[str], StoreError]:
-    code = getattr(error, "sqlstate", None) or getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return StoreFull if code in _FULL else StoreDamaged if code in _DAMAGED else StoreError
+@cache
+def _text(statement: sa.UpdateBase, dialect: sa.Dialect) -> str:
+    return str(statement.compile(dialect=dialect))
 
 
 def _many(db: Connection, statement: sa.UpdateBase, rows: Sequence[Mapping[str, object]]) -> None:
     """By the driver itself, which takes the values as they are: half the time of a commit of hundreds."""
-    db.exec_driver_sql(str(statement.compile(dialect=db.dialect)), rows)
+    db.exec_driver_sql(_text(statement, db.dialect), rows)
 
 
 def _page(
-    db: Connection, table: sa.Table, columns: list[Any], client: str, after: str | None, *, newest_first: bool
+    db: Connection,
+    table: sa.Table,
+    columns: Sequence[Any],
+    client: str,
+    after: str | None,
+    *,
+    newest_first: bool,
 ) -> sa.Select[Any] | None:
     """A client's, behind what has this id; None if there is none."""
     found = sa.select(*columns).where(table.c.client == client)
@@ -499,12 +496,11 @@ def _kind(file: StoredFile) -> Any:
 
 
 def _being_read(db: Connection) -> set[str]:
-    return {batch.input_file for batch in _open(db) if batch.status == "validating"}
+    return {batch.input_file_id for batch in _batches(db, _B.status == "validating")}
 
 
-def _open(db: Connection) -> list[StoredBatch]:
-    rows = db.execute(sa.select(*_BATCH).where(_B.status.in_(OPEN)).order_by(_B.seq))
-    return [_stored(row) for row in rows]
+def _batches(db: Connection, which: sa.ColumnElement[bool]) -> list[StoredBatch]:
+    return [_stored(row) for row in db.execute(sa.select(*_BATCH).where(which).order_by(_B.seq))]
 
 
 def _batch(db: Connection, name: str, client: str | None = None, *, lock: bool = False) -> StoredBatch | None:
@@ -515,12 +511,6 @@ def _batch(db: Connection, name: str, client: str | None = None, *, lock: bool =
     return None if row is None else _stored(row)
 
 
-def _stored(row: Sequence[Any]) -> StoredBatch:
-    _, status, total, completed, failed, about = row
-    found = msgspec.json.decode(about, type=StoredBatch)
-    return msgspec.structs.replace(found, status=status, total=total, completed=completed, failed=failed)
-
-
 def _known(db: Connection, name: str) -> StoredBatch:
     found = _batch(db, name)
     if found is None:
@@ -528,47 +518,47 @@ def _known(db: Connection, name: str) -> StoredBatch:
     return found
 
 
-def _base(db: Connection, name: str) -> int:
-    """The items of a batch have the ids above it."""
-    seq = db.scalar(sa.select(_B.seq).where(_B.id == name))
-    if seq is None:
-        raise StoreError(f"there is no batch {name}")
-    return int(seq) * MOST_NUMBER
+def _validated(db: Connection, name: str, owner: str) -> StoredBatch | None:
+    """The batch, if `owner` validates it."""
+    mine = sa.select(*_BATCH).where(_B.id == name, _B.status == "validating", _B.owner == owner)
+    row = db.execute(mine.with_for_update()).first()
+    return None if row is None else _stored(row)
+
+
+_decoded = msgspec.json.Decoder(StoredBatch).decode
+_changed = msgspec.structs.replace
+
+
+def _stored(row: Sequence[Any]) -> StoredBatch:
+    return _changed(_decoded(row[1]), seq=row[0])
+
+
+def _row(batch: StoredBatch) -> dict[str, object]:
+    counts = msgspec.structs.asdict(batch.request_counts)
+    return {"id": batch.id, "status": batch.status, "about": msgspec.json.encode(batch), **counts}
+
+
+def _write(db: Connection, batch: StoredBatch) -> StoredBatch:
+    db.execute(_BATCHES.update().where(_B.seq == batch.seq).values(_row(batch)))
+    return batch
+
+
+def _moved(batch: StoredBatch, status: Status, now_s: int, **more: Any) -> StoredBatch:
+    return _changed(batch, status=status, **{f"{status}_at": now_s}, **more)
+
+
+def _without_items(db: Connection, batch: StoredBatch) -> StoredBatch:
+    db.execute(_ITEMS.delete().where(_of(batch.base)))
+    return _write(db, _changed(batch, left={}, request_counts=BatchCounts()))
+
+
+def _leases(*by: sa.ColumnElement[Any]) -> sa.Select[Any]:
+    count = sa.select(*by, sa.func.count()).join(_ITEMS, _B.seq == _I.id // MOST_NUMBER)
+    return count.where(_I.state == LEASED).group_by(*by)
 
 
 def _of(base: int) -> sa.ColumnElement[bool]:
     return _I.id.between(base + 1, base + MOST_NUMBER - 1)
-
-
-def _one_of(keys: Collection[int]) -> sa.ColumnElement[bool]:
-    """Written out: hundreds of parameters take longer than the statement. No keys are NULL, which equals nothing."""
-    return _I.id.op("IN", is_comparison=True)(sa.literal_column(f"({','.join(map(str, keys)) or 'NULL'})"))
-
-
-def _is_validating(db: Connection, name: str, owner: str) -> bool:
-    mine = sa.select(_B.seq).where(_B.id == name, _B.status == "validating", _B.owner == owner)
-    return db.scalar(mine.with_for_update()) is not None
-
-
-def _write(db: Connection, batch: StoredBatch) -> StoredBatch:
-    """All but its counts. What is not being validated belongs to no feeder."""
-    about = msgspec.json.encode(batch)
-    db.execute(
-        _BATCHES.update().where(_B.id == batch.id).values(status=batch.status, about=about, owner=None)
-    )
-    return batch
-
-
-def _forget_items(db: Connection, base: int) -> None:
-    db.execute(_ITEMS.delete().where(_of(base)))
-    db.execute(_PARTS.delete().where(_P.batch == base // MOST_NUMBER))
-    db.execute(_BATCHES.update().where(_B.seq == base // MOST_NUMBER).values(_NO_COUNTS))
-
-
-def _add_to_part(db: Connection, base: int, model: str, more: int) -> bool:
-    """Whether there is such a part."""
-    part = _PARTS.update().where(_P.batch == base // MOST_NUMBER, _P.model == model)
-    return bool(db.execute(part.values(left=_P.left + more)).rowcount)
 
 
 def _let_go(db: Connection, owner: str, which: sa.ColumnElement[bool]) -> None:
@@ -605,16 +595,11 @@ _END = (
     .where(_I.id == sa.bindparam("key"))
     .values(state=sa.bindparam("end"), content=sa.bindparam("line"), owner=sa.null())
 )
-_LESS = (
-    _PARTS.update()
-    .where(_P.batch == sa.bindparam("seq"), _P.model == sa.bindparam("of"))
-    .values(left=_P.left - sa.bindparam("count"))
-)
-_ENDED = ("failed", "completed", "error_bytes", "output_bytes")
-_MORE = (
-    _BATCHES.update()
-    .where(_B.seq == sa.bindparam("of"))
-    .values({name: _B[name] + sa.bindparam(f"{name}_more") for name in _ENDED})
+_HELD = (
+    sa.select(*_BATCH)
+    .where(_B.id.in_(sa.bindparam("names", expanding=True)))
+    .order_by(_B.seq)
+    .with_for_update()
 )
 
 
@@ -641,31 +626,59 @@ def _lease(
 
 def _finish(db: Connection, endings: Sequence[Ending], now_s: int, *also: str) -> int:
     """Holds the rows of all their batches, in order."""
-    names = sorted({*also, *(one.batch for one in endings)})
-    held = sa.select(_B.id, _B.seq).where(_B.id.in_(names)).order_by(_B.seq)
-    seqs: dict[str, int] = dict(db.execute(held.with_for_update()).all())
-    first = {
-        seqs[one.batch] * MOST_NUMBER + one.number: one for one in reversed(endings) if one.batch in seqs
-    }
-    rows: list[dict[str, object]] = []
-    parts, more = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
-    left = sa.select(_I.id, _I.model).where(_one_of(first), _I.state < DONE)
-    for key, model in db.execute(left.order_by(_I.id)).all():
-        one, seq = first[key], key // MOST_NUMBER
-        rows.append({"key": key, "end": 2 if one.is_ok else 3, "line": one.line})
-        parts[seq, model] += 1
-        more[seq, _ENDED[one.is_ok]] += 1
-        more[seq, _ENDED[one.is_ok + 2]] += len(one.line) + 1
-    if rows:
-        _many(db, _END, rows)
-        db.execute(_LESS, [{"seq": seq, "of": model, "count": parts[seq, model]} for seq, model in parts])
-        changed = {seq: {f"{name}_more": more[seq, name] for name in _ENDED} for seq, _ in parts}
-        db.execute(_MORE, [{"of": seq, **counts} for seq, counts in changed.items()])
-    of = sa.select(*_BATCH, _B.output_bytes, _B.error_bytes).where(_B.id.in_(names))
-    for *row, output_bytes, error_bytes in db.execute(of).all():
-        if is_ending(batch := _stored(row)):
-            over, files = ended(batch, output_bytes, error_bytes, now_s)
-            for file in files:
-                _add_file(db, file)
-            _write(db, over)
-    return len(rows)
+    rows = db.execute(_HELD, {"names": sorted({*also, *(one.batch for one in endings)})}).all()
+    held = {batch.id: batch for batch in map(_stored, rows)}
+    first = {held[one.batch].base + one.number: one for one in reversed(endings) if one.batch in held}
+    ended: dict[str, list[tuple[str, Ending]]] = {name: [] for name in held}
+    kept: list[dict[str, object]] = []
+    if first:  # written out: hundreds of parameters take longer than the statement
+        keys = ",".join(map(str, first))
+        left = f"SELECT id, model FROM items WHERE id IN ({keys}) AND state < 2 ORDER BY id"
+        for key, model in db.exec_driver_sql(left).all():
+            one = first[key]
+            kept.append({"key": key, "end": 2 if one.is_ok else 3, "line": one.line})
+            ended[one.batch].append((model, one))
+    if kept:
+        _many(db, _END, kept)
+    for name, batch in held.items():
+        _write(db, _over(db, _counted(batch, ended[name]), now_s))
+    return len(kept)
+
+
+def _counted(batch: StoredBatch, ended: Sequence[tuple[str, Ending]]) -> StoredBatch:
+    """With these items ended."""
+    if not ended:
+        return batch
+    left, counts = Counter(batch.left), batch.request_counts
+    left.subtract(model for model, _ in ended)
+    good = [len(one.line) + 1 for _, one in ended if one.is_ok]
+    bad = [len(one.line) + 1 for _, one in ended if not one.is_ok]
+    return _changed(
+        batch,
+        left=+left,
+        request_counts=BatchCounts(counts.total, counts.completed + len(good), counts.failed + len(bad)),
+        output_bytes=batch.output_bytes + sum(good),
+        error_bytes=batch.error_bytes + sum(bad),
+    )
+
+
+def _over(db: Connection, batch: StoredBatch, now_s: int) -> StoredBatch:
+    """With its files, if all its items have results."""
+    if batch.left or batch.status not in ("in_progress", "finalizing", "cancelling"):
+        return batch
+
+    def file(results: Results, size: int) -> str | None:
+        name = f"file-{batch.id.removeprefix('batch_')}-{results}"
+        if size:
+            _add_file(
+                db,
+                StoredFile(
+                    id=name, client=batch.client, purpose="batch_output", filename=f"{batch.id}_{results}.jsonl",
+                    bytes=size, created_at=now_s, batch=batch.id, results=results,
+                ),
+            )  # fmt: skip
+        return name if size else None
+
+    output, errors = file("output", batch.output_bytes), file("error", batch.error_bytes)
+    batch = batch if batch.closing else _moved(batch, "finalizing", now_s)
+    return _moved(batch, batch.closing or "completed", now_s, output_file_id=output, error_file_id=errors)

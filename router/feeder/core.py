@@ -1,10 +1,9 @@
-"""What is leased and sent, and what follows from an answer. No clock, no store, no socket: it is told what there is,
-and returns what is to be done.
+"""What is leased and sent, and what follows from an answer. No clock, no store, no socket.
 
 The items of a batch for one model are a *part*. Of all parts of a model together so many are leased at a time as its
-*window* allows; what is leased is sent at once, and waits at the router like any other request. A window begins with
-`FIRST`, each answer widens it by one, and each refusal (503) leaves half of what is in flight; so does a client's own
-limit (429) with what that client may have in flight. `most` bounds them.
+*gate* allows; what is leased is sent at once, and waits at the router like any other request. A model's gate begins
+with `FIRST`, each answer widens it by one, and each refusal (503) leaves half of what is in flight; so does a client's
+own limit (429) with what that client may have in flight.
 
 Who is next: of the clients that have something to send, the one with the fewest items in flight, then the one that has
 waited longest; of its parts the one whose window ends first. So a client's thousand batches send no more at a time
@@ -12,12 +11,14 @@ than another's single one. What replicas do with them is the policy's, as with a
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
+from math import inf
+from typing import NamedTuple
 
 from router.batches import lines
-from router.batches.model import Ending, Item, Part, StoredBatch, class_of, window_s
+from router.batches.model import Ending, Item, StoredBatch, class_of, window_s
 from router.feeder.answers import Again, Answer, judge
 
 FIRST = 64
@@ -30,61 +31,39 @@ Key = tuple[str, str]
 """A part: batch and model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Have a gateway answer an item; say with `answered` what it says."""
+class Send(NamedTuple):
+    """Have a gateway answer an item; `Feeder.answered` is to have the answer."""
 
-    part: Key
+    batch: StoredBatch
     item: Item
-    client: str
-    endpoint: str
     slo_class: str
-    due_s: float
-    """When its window ends."""
     stands_for: int
     """Items of the part that wait in the store, shared out over those that are leased, and itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Keep this result."""
+@dataclass(slots=True)
+class _Gate:
+    """What may be in flight of a model, or of a client."""
 
-    ending: Ending
+    limit: float = inf
+    most: float = inf
+    in_flight: int = 0
+    closed_until_s: float = 0.0
+    served: int = 0
+    """When it last had a turn, by the count of turns."""
 
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Send it again, so much later."""
-
-    after_s: float
-    tries: int | None
-    """That are to be kept, if they have changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """It waits in the store again."""
-
-
-class Window:
-    """How many may be in flight."""
-
-    def __init__(self, first: int, most: int) -> None:
-        self.limit, self._most = min(first, most), most
+    def room(self, now_s: float) -> float:
+        return 0 if now_s < self.closed_until_s else self.limit - self.in_flight
 
     def answered(self) -> None:
-        """One more."""
-        self.limit = min(self._most, self.limit + 1)
+        self.limit = min(self.most, self.limit + 1)
 
-    def refused(self, in_flight: int) -> None:
-        """So many are left."""
-        self.limit = max(1, in_flight // 2)
+    def refused(self, until_s: float) -> None:
+        self.limit, self.closed_until_s = max(1, self.in_flight // 2), until_s
 
 
 @dataclass(slots=True)
 class _Part:
-    """What is known of a part."""
-
     batch: StoredBatch
     slo_class: str
     waiting: int = 0
@@ -103,35 +82,35 @@ class Feeder:
         self._most = most_in_flight
         self._parts: dict[Key, _Part] = {}
         self._closing: set[str] = set()
-        self._windows: dict[str, Window] = {}
-        """By model."""
-        self._caps: dict[str, Window] = {}
-        """Of clients that were refused for their limits."""
-        self._held_until_s: dict[tuple[str, str], float] = {}
-        """("model", …) or ("client", …) that is sent nothing."""
-        self._in_flight: Counter[str] = Counter()
-        """By client."""
-        self._served: dict[str, int] = {}
-        """When each client was last given a turn, by the count of turns."""
+        self._models: dict[str, _Gate] = {}
+        self._clients: dict[str, _Gate] = {}
         self._turns = 0
         self._bytes = 0
         self.unwritten = 0
 
-    # -- what there is
-
     def look(
-        self, batches: Sequence[StoredBatch], parts: Iterable[Part], now_s: float
+        self, batches: Sequence[StoredBatch], leased: Mapping[Key, int], now_s: float
     ) -> tuple[list[int], list[str]]:
-        """The open batches, and what is left of those in progress. The keys of items that are to be taken back, and
-        the batches that are to be closed; say with `closed` when that is done."""
-        known = {batch.id: batch for batch in batches if not _must_close(batch, now_s)}
-        left = {(one.batch, one.model): one for one in parts if one.batch in known}
+        """The open batches, and how many of their items are leased. The keys of items that are to be taken back, and
+        the batches that are to be closed; `closed` is to be called when that is done."""
+        known = {one.id: one for one in batches if not one.closing and now_s < one.expires_at}
+        left = {
+            (one.id, model): count
+            for one in known.values()
+            if one.status == "in_progress"
+            for model, count in one.left.items()
+        }
         gone = [key for name in self._parts.keys() - left.keys() for key in self._drop(name)]
-        for name, part in left.items():
-            batch = known[part.batch]
-            slo_class = class_of(window_s(batch.window), self._classes)
-            mine = self._parts.setdefault(name, _Part(batch, slo_class))
-            mine.waiting, mine.leased = part.left - part.leased, part.leased
+        for name, count in left.items():
+            if name not in self._parts:
+                batch = known[name[0]]
+                slo_class = class_of(window_s(batch.completion_window), self._classes)
+                self._parts[name] = _Part(batch, slo_class)
+                self._clients.setdefault(batch.client, _Gate())
+                self._models.setdefault(name[1], _Gate(min(FIRST, self._most), self._most))
+            part = self._parts[name]
+            part.leased = leased.get(name, 0)
+            part.waiting = count - part.leased
         close = [one.id for one in batches if one.id not in known and one.id not in self._closing]
         self._closing.update(close)
         return gone, close
@@ -145,114 +124,84 @@ class Feeder:
         """Of all that is in flight."""
         return {key for part in self._parts.values() for key in part.in_flight}
 
-    # -- what is sent
-
     def wanted(self, now_s: float) -> tuple[dict[Key, int], int]:
-        """How many items of each part are to be leased, and the most bytes of them together; say with `leased` what
+        """How many items of each part are to be leased, and the most bytes of them together; `leased` is to have what
         came of it."""
-        if self.unwritten >= MOST_UNWRITTEN or self._bytes >= MOST_BYTES:
-            return {}, 0
         wanted: Counter[Key] = Counter()
-        models: dict[str, list[Key]] = {}
-        for key in self._parts:
-            models.setdefault(key[1], []).append(key)
-        for model, keys in models.items():
-            room = self._window(model).limit - sum(len(self._parts[key].in_flight) for key in keys)
-            if room > 0 and not self._is_held("model", model, now_s):
-                self._share(room, keys, wanted, now_s)
-        return dict(wanted), MOST_BYTES - self._bytes
+        if self.unwritten >= MOST_UNWRITTEN or self._bytes >= MOST_BYTES:
+            return wanted, 0
+        of: dict[str, dict[str, list[Key]]] = {}
+        for key, part in sorted(self._parts.items(), key=lambda one: (-one[1].batch.expires_at, one[0])):
+            if part.waiting and self._clients[part.batch.client].room(now_s) > 0:
+                of.setdefault(key[1], {}).setdefault(part.batch.client, []).append(key)
+        for model, clients in of.items():
+            self._share(self._models[model].room(now_s), clients, wanted)
+        return wanted, MOST_BYTES - self._bytes
 
-    def leased(
-        self, wanted: Mapping[Key, int], found: Iterable[tuple[str, Item]]
-    ) -> tuple[list[Send], list[int]]:
-        """What is to be sent, and keys that are to be released: nothing of their batch is sent any more."""
-        taken: Counter[Key] = Counter()
-        mine: list[tuple[Key, _Part, Item]] = []
-        lost: list[int] = []
-        for batch, item in found:
-            name = batch, item.model
-            part = self._parts.get(name)
-            if part is None:
-                lost.append(item.key)
-                continue
-            taken[name] += 1
-            part.in_flight[item.key] = item
-            self._bytes += len(item.body)
-            self._in_flight[part.batch.client] += 1
-            self._turns += 1
-            self._served[part.batch.client] = self._turns
-            mine.append((name, part, item))
-        for name in wanted:
-            if (part := self._parts.get(name)) is not None:
-                part.waiting = max(0, part.waiting - taken[name]) if taken[name] else 0  # until the next look
-                part.leased += taken[name]
-        return [
-            Send(
-                name, item, part.batch.client, part.batch.endpoint, part.slo_class, part.batch.expires_s,
-                1 + part.waiting // part.leased,
-            )
-            for name, part, item in mine
-        ], lost  # fmt: skip
-
-    def _share(self, room: int, keys: Iterable[Key], wanted: Counter[Key], now_s: float) -> None:
-        """Gives out the room of one model."""
-        of: dict[str, list[Key]] = {}
-        for key in sorted(keys, key=lambda key: (self._parts[key].batch.expires_s, key), reverse=True):
-            client = self._parts[key].batch.client
-            if self._parts[key].waiting and not self._is_held("client", client, now_s):
-                of.setdefault(client, []).append(key)
-        counts = Counter({client: self._in_flight[client] for client in of})
-        turns = [(counts[client], self._served.get(client, 0), client) for client in of]
+    def _share(self, room: float, clients: Mapping[str, list[Key]], wanted: Counter[Key]) -> None:
+        """Gives out the room of one model. Of a client's parts the last one is next."""
+        turns = [(self._clients[one].in_flight, self._clients[one].served, one) for one in clients]
         heapify(turns)
         while room > 0 and turns:
             count, served, client = turns[0]
-            mine = of[client]
-            cap = self._caps.get(client)
+            mine = clients[client]
             while mine and wanted[mine[-1]] >= self._parts[mine[-1]].waiting:
                 mine.pop()
-            if not mine or (cap is not None and count >= cap.limit):
+            if not mine or count >= self._clients[client].limit:
                 heappop(turns)
                 continue
             wanted[mine[-1]] += 1
             room -= 1
             heapreplace(turns, (count + 1, served, client))
 
-    # -- what comes back
+    def leased(
+        self, wanted: Mapping[Key, int], found: Sequence[tuple[str, Item]]
+    ) -> tuple[list[Send], list[int]]:
+        """What is to be sent, and keys that are to be released: nothing of their batch is sent any more."""
+        taken = Counter((batch, item.model) for batch, item in found)
+        for name in wanted:
+            if (part := self._parts.get(name)) is not None:
+                part.waiting = max(0, part.waiting - taken[name]) if taken[name] else 0  # until the next look
+                part.leased += taken[name]
+        sends, lost = [], []
+        for batch, item in found:
+            part = self._parts.get((batch, item.model))
+            if part is None:
+                lost.append(item.key)
+                continue
+            part.in_flight[item.key] = item
+            self._bytes += len(item.body)
+            self._models[item.model].in_flight += 1
+            client = self._clients[part.batch.client]
+            client.in_flight += 1
+            self._turns += 1
+            client.served = self._turns
+            sends.append(Send(part.batch, item, part.slo_class, 1 + part.waiting // part.leased))
+        return sends, lost
 
-    def answered(self, send: Send, answer: Answer, tries: int, now_s: float) -> Write | Wait | Release:
-        """What follows from the answer to an item, which was tried so often before."""
+    def answered(self, send: Send, answer: Answer, tries: int, now_s: float) -> Ending | Again | None:
+        """What follows from the answer to an item, which was tried so often before: a result that is to be kept, or
+        that it is sent again later. None: it is to wait in the store again."""
         verdict = judge(answer, tries + 1)
-        model, client = send.part[1], send.client
         if isinstance(verdict, Again) and verdict.holds in ("", "all"):
-            return Wait(verdict.after_s, tries + 1 if verdict.counts else None)
-        self._land(send.part, send.item.key)
+            return verdict
+        batch, item = send.batch, send.item
+        self._land((batch.id, item.model), item.key)
+        model, client = self._models[item.model], self._clients.get(batch.client, _Gate())
         if isinstance(verdict, Again):
-            held = (verdict.holds, model if verdict.holds == "model" else client)
-            self._held_until_s[held] = now_s + verdict.after_s
-            if verdict.holds == "model":
-                of = [len(one.in_flight) for (_, name), one in self._parts.items() if name == model]
-                self._window(model).refused(sum(of))
-            else:
-                self._caps.setdefault(client, Window(self._most, self._most)).refused(self._in_flight[client])
-            return Release()
-        self._window(model).answered()
-        if client in self._caps:
-            self._caps[client].answered()
+            (model if verdict.holds == "model" else client).refused(now_s + verdict.after_s)
+            return None
+        model.answered()
+        client.answered()
         self.unwritten += 1
-        return Write(_ending(send.part[0], send.item, answer, verdict.is_ok, verdict.status))
-
-    # -- inside
-
-    def _window(self, model: str) -> Window:
-        if model not in self._windows:
-            self._windows[model] = Window(FIRST, self._most)
-        return self._windows[model]
-
-    def _is_held(self, kind: str, name: str, now_s: float) -> bool:
-        until_s = self._held_until_s.get((kind, name))
-        if until_s is not None and until_s <= now_s:
-            del self._held_until_s[kind, name]
-        return until_s is not None and until_s > now_s
+        try:
+            line = lines.answered(batch.id, item, verdict.status, answer.request_id, answer.body)
+        except ValueError:
+            message = f"the answer with status {verdict.status} was no JSON"
+            return Ending(
+                batch.id, item.number, False, lines.unanswered(batch.id, item, "bad_answer", message)
+            )
+        return Ending(batch.id, item.number, verdict.is_ok, line)
 
     def _drop(self, name: Key) -> list[int]:
         """Of this part nothing more is sent."""
@@ -261,26 +210,12 @@ class Feeder:
             self._land(name, key)
         del self._parts[name]
         if all(one.batch.client != client for one in self._parts.values()):
-            for known in (self._served, self._caps, self._in_flight):
-                known.pop(client, None)
-            self._held_until_s.pop(("client", client), None)
+            del self._clients[client]
         return keys
 
     def _land(self, name: Key, key: int) -> None:
         part = self._parts.get(name)
         if part is not None and (item := part.in_flight.pop(key, None)) is not None:
             self._bytes -= len(item.body)
-            self._in_flight[part.batch.client] -= 1
-
-
-def _must_close(batch: StoredBatch, now_s: float) -> bool:
-    return bool(batch.closing) or now_s >= batch.expires_s
-
-
-def _ending(batch: str, item: Item, answer: Answer, is_ok: bool, status: int) -> Ending:
-    try:
-        line = lines.answered(batch, item.number, item.custom_id, status, answer.request_id, answer.body)
-    except ValueError:
-        message = f"the answer with status {status} was no JSON"
-        line, is_ok = lines.unanswered(batch, item.number, item.custom_id, "bad_answer", message), False
-    return Ending(batch, item.number, is_ok, line)
+            self._models[name[1]].in_flight -= 1
+            self._clients[part.batch.client].in_flight -= 1

@@ -1,16 +1,12 @@
-"""Accepts the lines of a batch's file: all of them, or none if one is wrong.
+"""Accepts the lines of a batch's file: all of them, or none if one is wrong."""
 
-A validation takes one step at a time, a commit each, so several batches take turns and a large one holds up no small
-one. After a death it begins anew: a batch runs only when all its lines are accepted.
-"""
-
+import time
 from collections.abc import Iterator
 
-from router.batches.blobs import Blobs
+from router.batches.folder import Blobs
 from router.batches.lines import Reader, split
-from router.batches.model import Issue, Item, StoredBatch
+from router.batches.model import BatchIssue, Item, StoredBatch
 from router.batches.store import Store
-from sglang_fair.common.fields import WIDEST, Facts
 
 COMMIT_ITEMS = 2_000
 COMMIT_BYTES = 8 << 20
@@ -18,53 +14,37 @@ READ_BYTES = 4 << 20
 """Lines that are wrong or blank make no commit: after so many bytes the next has its turn."""
 
 
-class Validation:
-    """Of a batch that `owner` has claimed. `step` it in a thread, until it says that it is over."""
+def validation(
+    store: Store, blobs: Blobs, batch: StoredBatch, owner: str, reader: Reader, most_line_bytes: int
+) -> Iterator[None]:
+    """Of a batch that `owner` has claimed, to be gone through in a thread, a commit at a time: so several batches take
+    turns and a large one holds up no small one. At its end the batch runs, has failed, or is another's to validate.
+    Raises `StoreError`; then it has to begin anew, as after a death: a batch runs only when all its lines are accepted.
+    """
+    if not blobs.path(batch.input_file_id).exists():
+        store.settle(batch.id, owner, [BatchIssue("file_unreadable", "the file is gone")], int(time.time()))
+        return
+    lines = split(blobs.pieces(batch.input_file_id), most_line_bytes)
+    for items in _commits(lines, reader):
+        if not reader.wrong and not store.accept(batch.id, owner, items):
+            return
+        yield
+    store.settle(batch.id, owner, reader.issues(), int(time.time()))
 
-    def __init__(
-        self,
-        store: Store,
-        blobs: Blobs,
-        batch: StoredBatch,
-        owner: str,
-        most_items: int,
-        most_line_bytes: int,
-        facts: Facts = WIDEST,
-    ) -> None:
-        self.batch = batch
-        self._store, self._owner = store, owner
-        self._is_there = blobs.path(batch.input_file).exists
-        self._lines = split(blobs.pieces(batch.input_file), most_line_bytes)
-        self._reader = Reader(batch, most_items, most_line_bytes, facts)
 
-    def step(self, now_s: int) -> bool:
-        """One commit. True: the batch runs, has failed, or is another's to validate. Raises `StoreError`; then it has
-        to begin anew."""
-        name, store, owner = self.batch.id, self._store, self._owner
-        if not self._is_there():
-            store.fail(name, owner, (Issue("file_unreadable", "the file is gone"),), now_s)
-            return True
-        items, is_over = self._read(self._lines)
-        if self._reader.is_too_long or (is_over and self._reader.issues()):
-            store.fail(name, owner, self._reader.issues(), now_s)
-            return True
-        if items and not self._reader.wrong and not store.accept(name, owner, items):
-            return True
-        if is_over:
-            store.start(name, owner, now_s)
-        return is_over
-
-    def _read(self, lines: Iterator[bytes]) -> tuple[list[Item], bool]:
-        """The next items, and whether they are the last."""
-        items, item_bytes, read_bytes = [], 0, 0
-        for line in lines:
-            item = self._reader.read(line)
-            read_bytes += len(line)
-            if item is not None:
-                items.append(item)
-                item_bytes += len(item.body)
-            if len(items) >= COMMIT_ITEMS or item_bytes >= COMMIT_BYTES or read_bytes >= READ_BYTES:
-                return items, False
-            if self._reader.is_too_long:
-                return items, True
-        return items, True
+def _commits(lines: Iterator[bytes], reader: Reader) -> Iterator[list[Item]]:
+    items: list[Item] = []
+    item_bytes = read_bytes = 0
+    for line in lines:
+        item = reader.read(line)
+        read_bytes += len(line)
+        if item is not None:
+            items.append(item)
+            item_bytes += len(item.body)
+        if reader.is_too_long:
+            return
+        if len(items) >= COMMIT_ITEMS or item_bytes >= COMMIT_BYTES or read_bytes >= READ_BYTES:
+            yield items
+            items, item_bytes, read_bytes = [], 0, 0
+    if items:
+        yield items

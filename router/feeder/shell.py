@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -19,13 +19,12 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from router.batches.blobs import Blobs
-from router.batches.folder import open_blobs, open_store
-from router.batches.lines import result_id
+from router.batches.folder import Blobs, open_blobs, open_store
+from router.batches.lines import Reader, result_id
 from router.batches.model import Ending, StoreDamaged, StoreError
-from router.feeder.answers import Answer
-from router.feeder.core import Feeder, Release, Send, Wait, Write
-from router.feeder.intake import Validation
+from router.feeder.answers import Again, Answer
+from router.feeder.core import Feeder, Send
+from router.feeder.intake import validation
 from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEADER_STANDS_FOR
 from router.gateway.record import REQUEST_ID
 from sglang_fair.common import tls
@@ -142,13 +141,15 @@ class Shell:
     async def _look(self) -> bool:
         """Whether a batch is open."""
         await self._ask(self._store.reclaim, time.time())
-        batches, parts = await self._ask(self._store.open_batches), await self._ask(self._store.parts)
-        gone, close = self._core.look(batches, parts, time.time())
+        batches, leased = await self._ask(self._store.open_batches), await self._ask(self._store.leased)
+        gone, close = self._core.look(batches, leased, time.time())
         for key in gone:
             if (task := self._sent.pop(key, None)) is not None:
                 task.cancel()
         for batch in close:
-            self._start(self._close(batch))
+            task = asyncio.create_task(self._close(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         if any(batch.status == "validating" for batch in batches):
             self._is_to_validate.set()
         return bool(batches)
@@ -178,7 +179,8 @@ class Shell:
 
     async def _validate(self) -> None:
         """A commit of each batch in turn, of one batch a client."""
-        begun: dict[str, Validation] = {}
+        begun: dict[str, Iterator[None]] = {}
+        ask = partial(self._ask, threads=self._validating_threads)
         while True:
             try:
                 if not begun:
@@ -186,8 +188,8 @@ class Shell:
                 if self._is_to_validate.is_set():
                     self._is_to_validate.clear()
                     await self._begin(begun)
-                for client, validation in list(begun.items()):
-                    if await self._ask(validation.step, int(time.time()), threads=self._validating_threads):
+                for client, one in list(begun.items()):
+                    if await ask(next, one, self) is self:  # at its end
                         del begun[client]
                         self._changed.set()
             except StoreError as error:
@@ -195,22 +197,17 @@ class Shell:
                 begun.clear()
                 await asyncio.sleep(STORE_AGAIN_S)
 
-    async def _begin(self, begun: dict[str, Validation]) -> None:
-        settings, store = self._settings, self._store
+    async def _begin(self, begun: dict[str, Iterator[None]]) -> None:
+        settings, store, owner = self._settings, self._store, self._owner
+        ask = partial(self._ask, threads=self._validating_threads)
         while len(begun) < VALIDATED_AT_ONCE:
-            await self._ask(store.renew, self._owner, time.time() + LEASE_S, threads=self._validating_threads)
-            batch = await self._ask(store.claim, self._owner, list(begun), threads=self._validating_threads)
+            await ask(store.renew, owner, time.time() + LEASE_S)
+            batch = await ask(store.claim, owner, list(begun))
             if batch is None:
                 return
-            begun[batch.client] = Validation(
-                store,
-                self._blobs,
-                batch,
-                self._owner,
-                settings.batch_items,
-                settings.batch_line_bytes,
-                self._facts,
-            )
+            most = settings.batch_line_bytes
+            reader = Reader(batch, settings.batch_items, most, self._facts)
+            begun[batch.client] = validation(store, self._blobs, batch, owner, reader, most)
 
     async def _sweep(self) -> None:
         while True:
@@ -231,16 +228,16 @@ class Shell:
         while True:
             answer = await self._answer(send)
             match self._core.answered(send, answer, tries, time.time()):
-                case Wait(after_s, more):
-                    if more is not None:
-                        self._tries[key] = tries = more
+                case Again(after_s, _, counts):
+                    if counts:
+                        self._tries[key] = tries = tries + 1
                         self._changed.set()
                     await asyncio.sleep(after_s)
                     continue
-                case Write(ending):
-                    self._endings.append(ending)
-                case Release():
+                case None:
                     self._released.add(key)
+                case ending:
+                    self._endings.append(ending)
             self._sent.pop(key, None)
             self._changed.set()
             return
@@ -255,17 +252,18 @@ class Shell:
 
     async def _answer(self, send: Send) -> Answer:
         """What a gateway answers."""
-        left_ms = max(1.0, 1e3 * (send.due_s - time.time()))
+        batch = send.batch
+        left_ms = max(1.0, 1e3 * (batch.expires_at - time.time()))
         headers = {
             "content-type": "application/json",
             HEADER_FEEDER: feeder_key.key(),
-            HEADER_ON_BEHALF: send.client,
+            HEADER_ON_BEHALF: batch.client,
             HEADER_CLASS: send.slo_class,
             HEADERS_SLO[0]: f"{left_ms:.0f}",
-            REQUEST_ID: result_id(send.part[0], send.item.number),
+            REQUEST_ID: result_id(batch.id, send.item.number),
             HEADER_STANDS_FOR: str(send.stands_for),
         }
-        url, body = self._settings.gateway.rstrip("/") + send.endpoint, b""
+        url, body = self._settings.gateway.rstrip("/") + batch.endpoint, b""
         try:
             async with self._session.post(url, data=send.item.body, headers=headers) as response:
                 while more := await response.content.read(MOST_ANSWER_BYTES + 1):
@@ -281,11 +279,6 @@ class Shell:
             return Answer(1, b'{"error": {"message": "the gateway was lost, again and again"}}')
 
     # -- inside
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _ask(
         self, function: Callable[..., T], *given: object, threads: ThreadPoolExecutor | None = None

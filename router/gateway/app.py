@@ -22,8 +22,7 @@ from router.batches.model import StoreError
 from router.gateway import logs, pages
 from router.gateway.address import Address
 from router.gateway.admin import Admin, TenantsAdmin
-from router.gateway.batches import routes as batches
-from router.gateway.batches.files import Bounds, Files
+from router.gateway.batches.routes import Batches
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.guard import Guard, behind_proxy
@@ -113,19 +112,19 @@ class App:
         gateway: Gateway,
         routes: Sequence[Route],
         admin: Address | None = None,
-        files: Files | None = None,
+        batches: Batches | None = None,
         guard: Guard | None = None,
     ) -> None:
         """`routes` are those of the clients' address, `admin` is where operators ask, if that is an address of its own.
-        `files` are closed at the end. `guard` keeps other sites' pages from what clients may ask; None: clients have
+        `batches` are closed at the end. `guard` keeps other sites' pages from what clients may ask; None: clients have
         keys."""
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[dict[str, ConnectionBounds]]:
             await gateway.start()
             counting = None
-            if files is not None:
-                counting = asyncio.create_task(files.follow(gateway.hear_of_batches))
+            if batches is not None:
+                counting = asyncio.create_task(batches.follow(gateway.hear_of_batches))
             try:
                 if admin is not None:
                     await admin.start()
@@ -136,11 +135,11 @@ class App:
                 if admin is not None:
                     await admin.close()
                 await gateway.close()
-                if files is not None and counting is not None:
+                if batches is not None and counting is not None:
                     counting.cancel()
-                    files.close()
+                    batches.close()
 
-        self.gateway = gateway
+        self.gateway, self.batches = gateway, batches
         self.pages = Pages(gateway, routes, tuple(KINDS), facts(gateway.settings), lifespan)
         self._guard = guard
 
@@ -185,15 +184,15 @@ def give_notice(gateway: Gateway, notice_s: float) -> None:
 def create_app(settings: table.Gateway) -> App:
     """The application. Reads tokenizers and tenants, and opens the folder of batches, at once; raises `TokenizerError`
     and SettingError if it cannot."""
-    files = open_files(settings)
     gateway = Gateway(settings)
+    batches = open_batches(gateway, settings)
     guard = Guard(has_tenants=settings.tenants is not None, names=named(settings.names))
-    public = [*routes_of(pages.Public(gateway)), *(() if files is None else batches.routes(gateway, files))]
+    public = [*routes_of(pages.Public(gateway)), *(() if batches is None else routes_of(batches))]
     private, workers = pages.Private(gateway), Admin(gateway.link, gateway.replicas, gateway.names)
     if settings.tenants is None and settings.admin_port is None:
         public += routes_of(private, guard.check_site, behind_proxy())
         public += routes_of(workers, guard.check, behind_proxy())
-        return App(gateway, public, None, files, guard)
+        return App(gateway, public, None, batches, guard)
     owners: list[object] = [private, workers]
     if settings.tenants is not None:
         public += routes_of(pages.OfTenants(gateway))
@@ -204,17 +203,13 @@ def create_app(settings: table.Gateway) -> App:
         connection = partial(Listener, bounds=gateway.operators_bounds)
         address = Address(Pages(gateway, routes), settings, connection)
     # With tenants each request shows a key, which no page has.
-    return App(gateway, public, address, files, guard if settings.tenants is None else None)
+    return App(gateway, public, address, batches, guard if settings.tenants is None else None)
 
 
-def open_files(settings: table.Gateway) -> Files | None:
+def open_batches(gateway: Gateway, settings: table.Gateway) -> Batches | None:
     """What the gateway keeps of batches, if it has any. Raises SettingError, in one line."""
-    if settings.batches is None:
-        return None
-    keep_s = int(86_400 * settings.batch_keep_days)
     try:
-        bounds = Bounds(settings.batch_file_bytes, settings.batch_client_bytes, keep_s)
-        return Files(settings.batches, settings.batch_files, bounds)
+        return None if settings.batches is None else Batches(gateway, settings)
     except StoreError as error:
         raise SettingError(f"--batches: {error}", "batches") from None
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from router.gateway import admin, pages
-from router.gateway.batches import routes as batches
+from router.gateway.batches.routes import Batches
 from router.gateway.errors import AnthropicErrorBody, ErrorBody
 from router.gateway.operations import JSON, Operation, operations_of
 from router.gateway.record import REQUEST_ID
@@ -69,7 +69,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *map(_relayed, KINDS),
     *operations_of(pages.Public),
     *operations_of(pages.Private),
-    *batches.OPERATIONS,
+    *operations_of(Batches),
     *operations_of(admin.Admin),
     *operations_of(admin.TenantsAdmin),
 )

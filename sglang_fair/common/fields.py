@@ -108,8 +108,16 @@ class Rule:
         """What is wrong with `value`, to follow the field's name; None: nothing."""
         return None
 
+    def sure(self, facts: Facts) -> Any:
+        """A type of which no value has a problem, so that most bodies are judged in one go (`judge`)."""
+        return Any if type(self) is Rule else None
+
     def schema(self, facts: Facts) -> Schema:
         return {}
+
+
+def _refuse_none(value: Any, facts: Facts) -> str | None:
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,10 +125,12 @@ class Typed(Rule):
     """Of a type that msgspec converts to, which follows from the facts."""
 
     kind: Callable[[Facts], Any]
-    refuse: Callable[[Any, Facts], str | None] = lambda value, facts: None
+    refuse: Callable[[Any, Facts], str | None] = _refuse_none
     """What else can be wrong with a value of this type, as `problem`."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """What the schema has besides that of the type."""
+    never_refused: Any = None
+    """A type that needs no `refuse`."""
 
     def problem(self, value: Any, facts: Facts) -> str | None:
         try:
@@ -129,6 +139,9 @@ class Typed(Rule):
             said = str(error).replace(" - at `$._`", "").replace("`$._", "`$")
             return said.replace("Expected", "must be", 1).replace("Invalid", "has an invalid", 1)
         return self.refuse(value, facts)
+
+    def sure(self, facts: Facts) -> Any:
+        return self.kind(facts) if self.refuse is _refuse_none else self.never_refused
 
     def schema(self, facts: Facts) -> Schema:
         return {**msgspec.json.schema(self.kind(facts)), **self.more}
@@ -181,7 +194,7 @@ def prompts(most: int = MAX_COUNT) -> Typed:
         lists = [one for one in value if isinstance(one, list)] if isinstance(value[0], list) else [value]
         return next(filter(None, (own.problem(one, facts) for one in lists)), None)
 
-    return Typed(lambda _: Any, refuse)
+    return Typed(lambda _: Any, refuse, never_refused=str)
 
 
 def grammar(refuse: Callable[[str, Facts], str | None] = lambda value, facts: None) -> Typed:
@@ -498,7 +511,11 @@ def judge(route: str, body: Mapping[str, Any], facts: Facts, *, at_replica: bool
     one replica itself."""
     if nests_deeper(body, MAX_NESTING):
         raise Wrong("body", f"must not nest deeper than {MAX_NESTING}")
-    rows = ROUTES[route]
+    try:
+        msgspec.convert(body, _sure(route, facts))
+        return
+    except msgspec.ValidationError:
+        rows = ROUTES[route]
     for name, value in body.items():
         rule = rows.get(name)
         if rule is None:
@@ -506,6 +523,14 @@ def judge(route: str, body: Mapping[str, Any], facts: Facts, *, at_replica: bool
                 raise Wrong(name, "is no field that clients may set here")
         elif value is not None:
             check(name, rule.rule if at_replica and isinstance(rule, Direct) else rule, value, facts)
+
+
+@lru_cache(1 << 10)
+def _sure(route: str, facts: Facts) -> type[msgspec.Struct]:
+    """What a body of this type holds is as its rows say."""
+    nothing = type(None)
+    rows = [(name, nothing | rule.sure(facts), None) for name, rule in ROUTES[route].items()]
+    return msgspec.defstruct("Sure", rows, forbid_unknown_fields=route in CLOSED, gc=False)
 
 
 def check(name: str, rule: Rule, value: Any, facts: Facts) -> None:

@@ -9,8 +9,8 @@ from router.batches.model import StoredBatch
 
 def reader(**more: object) -> Reader:
     batch = StoredBatch(
-        id="b", client="gold", endpoint="/v1/completions", input_file="f", window="1h", created_s=1, expires_s=2,
-        models=("small", "large"), vocabularies={"small": 100, "large": 200}, **more,  # type: ignore[arg-type]
+        id="b", client="gold", endpoint="/v1/completions", input_file_id="f", completion_window="1h",
+        created_at=1, expires_at=2, models=("small", "large"), vocabularies={"small": 100, "large": 200}, **more,  # type: ignore[arg-type]
     )  # fmt: skip
     return Reader(batch, 10, 1000)
 

@@ -17,9 +17,11 @@ import sqlalchemy as sa
 
 from router.batches import folder
 from router.batches.model import (
+    BatchCounts,
+    BatchIssue,
+    BatchIssues,
     Ending,
     FileInUse,
-    Issue,
     Item,
     StoreDamaged,
     StoredBatch,
@@ -69,14 +71,14 @@ def store(opened: Opened) -> Store:
 
 def file(name: str, client: str = GOLD, **more: Any) -> StoredFile:
     return StoredFile(
-        id=name, client=client, filename=f"{name}.jsonl", **{"bytes": 7, "created_s": NOW_S, **more}
+        id=name, client=client, filename=f"{name}.jsonl", **{"bytes": 7, "created_at": NOW_S, **more}
     )
 
 
 def batch(name: str, client: str = GOLD, **more: Any) -> StoredBatch:
     return StoredBatch(
-        id=name, client=client, endpoint="/v1/completions", input_file=f"file-of-{name}", window="1h",
-        created_s=NOW_S, expires_s=NOW_S + 3600, models=("tiny",), **more,
+        id=name, client=client, endpoint="/v1/completions", input_file_id=f"file-of-{name}", completion_window="1h",
+        created_at=NOW_S, expires_at=NOW_S + 3600, models=("tiny",), **more,
     )  # fmt: skip
 
 
@@ -99,7 +101,7 @@ def claimed(store: Store, name: str, client: str = GOLD, *items: Item) -> None:
 
 def running(store: Store, name: str, count: int, client: str = GOLD) -> None:
     claimed(store, name, client, *(item(number) for number in range(1, count + 1)))
-    assert store.start(name, "f", NOW_S + 1)
+    assert store.settle(name, "f", (), NOW_S + 1)
 
 
 def leased(
@@ -173,7 +175,7 @@ def test_a_file_that_is_being_validated_stays(store: Store) -> None:
     claimed(store, "b")
     with pytest.raises(FileInUse):
         store.remove_file(GOLD, "file-of-b")
-    store.start("b", "f", NOW_S)
+    store.settle("b", "f", (), NOW_S)
     assert store.remove_file(GOLD, "file-of-b")
 
 
@@ -182,7 +184,7 @@ def test_a_file_that_is_being_validated_stays(store: Store) -> None:
 
 def test_batches_are_their_clients_alone(store: Store) -> None:
     store.add_batch(batch("b", metadata={"a": "b"}))
-    assert store.batch(GOLD, "b") == batch("b", metadata={"a": "b"})
+    assert store.batch(GOLD, "b") == batch("b", metadata={"a": "b"}, seq=1)
     assert store.batch(SILVER, "b") is None
     assert store.cancel(SILVER, "b", NOW_S) is None
     assert store.batches(SILVER, after=None, limit=9) == []
@@ -194,15 +196,19 @@ def test_a_batch_ends_with_the_last_of_its_items(store: Store) -> None:
     running(store, "b", 3)
     assert store.finish([ending("b", 2), ending("b", 1, is_ok=False)], NOW_S + 5) == 2
     found = kept(store)
-    assert (found.status, found.total, found.completed, found.failed) == ("in_progress", 3, 1, 1)
-    assert found.output_file is None
+    assert (found.status, found.request_counts) == ("in_progress", BatchCounts(3, 1, 1))
+    assert found.output_file_id is None
     assert store.finish([ending("b", 3)], NOW_S + 9) == 1
     found = kept(store)
-    assert (found.status, found.completed, found.failed) == ("completed", 2, 1)
-    assert found.times == {"in_progress": NOW_S + 1, "finalizing": NOW_S + 9, "completed": NOW_S + 9}
+    assert (found.status, found.request_counts) == ("completed", BatchCounts(3, 2, 1))
+    assert (found.in_progress_at, found.finalizing_at, found.completed_at) == (
+        NOW_S + 1,
+        NOW_S + 9,
+        NOW_S + 9,
+    )
     for most_bytes in (1, 1 << 20):
-        assert lines_of(store, GOLD, found.output_file, most_bytes) == [2, 3]
-        assert lines_of(store, GOLD, found.error_file, most_bytes) == [1]
+        assert lines_of(store, GOLD, found.output_file_id, most_bytes) == [2, 3]
+        assert lines_of(store, GOLD, found.error_file_id, most_bytes) == [1]
     assert store.open_batches() == []
     assert [one.purpose for one in store.files(GOLD, purpose=None, after=None, limit=9, newest_first=True) or ()] == [
         "batch_output", "batch_output",
@@ -217,28 +223,28 @@ def test_an_item_has_the_first_result_that_it_gets(store: Store) -> None:
     assert store.finish([ending("b", 2), ending("b", 1, is_ok=False)], NOW_S) == 1
     assert store.finish([ending("b", 2, is_ok=False)], NOW_S) == 0
     found = kept(store)
-    assert (found.status, found.completed, found.failed, found.error_file) == ("completed", 2, 0, None)
-    assert lines_of(store, GOLD, found.output_file) == [1, 2]
+    assert (found.status, found.request_counts, found.error_file_id) == ("completed", BatchCounts(2, 2), None)
+    assert lines_of(store, GOLD, found.output_file_id) == [1, 2]
 
 
 def test_nothing_is_run_before_all_is_accepted(store: Store) -> None:
     claimed(store, "b", GOLD, item(1))
-    assert store.parts() == []
-    assert store.start("b", "f", NOW_S)
-    assert not store.start("b", "f", NOW_S)
+    assert kept(store).left == {"tiny": 1}
+    assert store.settle("b", "f", (), NOW_S)
+    assert not store.settle("b", "f", (), NOW_S)
     assert not store.accept("b", "f", [item(2)])
-    assert [(part.left, part.leased) for part in store.parts()] == [(1, 0)]
 
 
 def test_what_is_wrong_with_a_batch_leaves_no_items(store: Store) -> None:
     claimed(store, "b", GOLD, item(1))
-    issues = (Issue("invalid_json_line", "no JSON", 2), Issue("empty_file", "nothing"))
-    assert store.fail("b", "f", issues, NOW_S)
+    issues = (BatchIssue("invalid_json_line", "no JSON", 2), BatchIssue("empty_file", "nothing"))
+    assert store.settle("b", "f", issues, NOW_S)
     found = kept(store)
-    assert (found.status, found.total, found.issues) == ("failed", 0, issues)
+    assert (found.status, found.request_counts, found.left) == ("failed", BatchCounts(), {})
+    assert found.errors == BatchIssues(issues)
     assert waiting(store, "b") == []
-    assert not store.start("b", "f", NOW_S)
-    assert not store.fail("b", "f", issues, NOW_S)
+    assert not store.settle("b", "f", (), NOW_S)
+    assert not store.settle("b", "f", issues, NOW_S)
 
 
 def test_one_feeder_validates_a_batch_and_the_next_begins_anew(store: Store) -> None:
@@ -253,15 +259,15 @@ def test_one_feeder_validates_a_batch_and_the_next_begins_anew(store: Store) -> 
     assert store.accept("b", "g", [item(1)])
     with pytest.raises(StoreError):
         store.accept("b", "g", [item(2), item(1)])
-    assert not store.start("b", "f", NOW_S)
-    assert store.start("b", "g", NOW_S)
+    assert not store.settle("b", "f", (), NOW_S)
+    assert store.settle("b", "g", (), NOW_S)
     store.renew("f", NOW_S)
     assert waiting(store, "b") == [1]
 
 
 def test_items_are_leased_once_and_in_order(store: Store) -> None:
     claimed(store, "b", GOLD, item(1, "x"), item(2, "y"), item(3, "x"), item(4, "x"))
-    store.start("b", "f", NOW_S)
+    store.settle("b", "f", (), NOW_S)
     running(store, "c", 1, SILVER)
     store.renew("g", NOW_S + 9)
     first = leased(store, "f", "b", 2, "x")
@@ -269,9 +275,7 @@ def test_items_are_leased_once_and_in_order(store: Store) -> None:
         (1, "id 1", item(1).body, 0), (3, "id 3", item(3).body, 0),
     ]  # fmt: skip
     assert [one.number for one in leased(store, "g", "b", 9, "x")] == [4]
-    assert [(one.batch, one.model, one.left, one.leased) for one in store.parts()] == [
-        ("b", "x", 3, 3), ("b", "y", 1, 0), ("c", "tiny", 1, 0),
-    ]  # fmt: skip
+    assert store.leased() == {("b", "x"): 3}
     assert store.totals()[GOLD].running == 3
     store.turn("g", NOW_S, tries={first[0].key: 2}, released=[first[0].key])
     assert waiting(store, "b", "x") == [], "it is another's"
@@ -281,11 +285,8 @@ def test_items_are_leased_once_and_in_order(store: Store) -> None:
     store.turn("g", NOW_S, keep=[again.key])
     assert waiting(store, "b", "x") == [4]
     store.finish([ending("b", 3)], NOW_S)
-    assert [(one.batch, one.left, one.leased) for one in store.parts()] == [
-        ("b", 2, 1),
-        ("b", 1, 0),
-        ("c", 1, 0),
-    ]
+    assert store.leased() == {("b", "x"): 1}
+    assert [one.left for one in store.open_batches()] == [{"x": 2, "y": 1}, {"tiny": 1}]
 
 
 def test_few_bytes_are_leased_at_a_time(store: Store) -> None:
@@ -297,9 +298,9 @@ def test_a_feeder_that_is_late_has_lost_its_leases(store: Store) -> None:
     running(store, "b", 3)
     leased(store, "f", "b", 2)
     store.reclaim(NOW_S + 9)
-    assert [one.leased for one in store.parts()] == [2]
+    assert store.leased() == {("b", "tiny"): 2}
     store.reclaim(NOW_S + 10)
-    assert [one.leased for one in store.parts()] == [0]
+    assert store.leased() == {}
     assert leased(store, "f", "b", 2) == []
     store.renew("g", NOW_S + 30)
     assert [one.number for one in leased(store, "g", "b", 9)] == [1, 2, 3]
@@ -343,17 +344,19 @@ def test_a_batch_that_closes_gives_each_item_a_line(store: Store, cancelled: boo
         found = store.cancel(GOLD, "b", NOW_S + 1)
         assert found is not None
         assert found.status == "cancelling"
-    assert store.parts() == [] or not cancelled
     leased(store, "f", "b", 1)
     assert not store.close("b", NOW_S + 2, 3)
     assert store.finish([ending("b", 5)], NOW_S + 3) == 1  # one that was under way
     assert store.close("b", NOW_S + 3, 3)
     assert store.close("b", NOW_S + 4, 3)
     found = kept(store)
-    assert (found.status, found.completed, found.failed) == ("cancelled" if cancelled else "expired", 2, 3)
-    assert found.output_file is not None
-    assert lines_of(store, GOLD, found.output_file) == [2, 5]
-    errors = store.file(GOLD, found.error_file or "")
+    assert (found.status, found.request_counts) == (
+        "cancelled" if cancelled else "expired",
+        BatchCounts(5, 2, 3),
+    )
+    assert found.output_file_id is not None
+    assert lines_of(store, GOLD, found.output_file_id) == [2, 5]
+    errors = store.file(GOLD, found.error_file_id or "")
     assert errors is not None
     content, _ = store.results(errors, 0, 1 << 20)
     code = "batch_cancelled" if cancelled else "batch_expired"
@@ -370,18 +373,18 @@ def test_what_is_over_is_not_cancelled_and_what_is_cancelled_is_not_validated(st
     store.cancel(GOLD, "c", NOW_S)
     assert store.claim("f", ()) is None
     for refused in (
-        store.accept("c", "f", [item(1)]), store.start("c", "f", NOW_S), store.fail("c", "f", (), NOW_S),
+        store.accept("c", "f", [item(1)]), store.settle("c", "f", (), NOW_S),
     ):  # fmt: skip
         assert not refused
     assert store.close("c", NOW_S, 9)
     found = kept(store, "c")
-    assert (found.status, found.error_file) == ("cancelled", None)
+    assert (found.status, found.error_file_id) == ("cancelled", None)
 
 
 def test_what_is_old_is_forgotten_and_what_runs_is_not(store: Store) -> None:
-    store.add_file(file("file-old", expires_s=NOW_S + 5))
-    store.add_file(file("file-of-read", expires_s=NOW_S + 5))
-    store.add_file(file("file-new", expires_s=NOW_S + 50))
+    store.add_file(file("file-old", expires_at=NOW_S + 5))
+    store.add_file(file("file-of-read", expires_at=NOW_S + 5))
+    store.add_file(file("file-new", expires_at=NOW_S + 50))
     running(store, "b", 1)
     running(store, "c", 1)
     store.add_batch(batch("read"))
@@ -401,10 +404,10 @@ def test_a_file_of_results_goes_with_its_results(store: Store) -> None:
     running(store, "b", 2)
     store.finish([ending("b", 1), ending("b", 2, is_ok=False)], NOW_S)
     found = kept(store)
-    assert found.output_file is not None
-    assert store.remove_file(GOLD, found.output_file)
+    assert found.output_file_id is not None
+    assert store.remove_file(GOLD, found.output_file_id)
     assert store.finish([ending("b", 1)], NOW_S) == 0
-    assert lines_of(store, GOLD, found.error_file) == [2]
+    assert lines_of(store, GOLD, found.error_file_id) == [2]
 
 
 # ---- disks
@@ -426,7 +429,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
     store = Store(tmp_path / "a.db")
     store.check()
-    assert [part.left for part in store.parts()] == [400]
+    assert kept(store).left == {"tiny": 400}
     assert waiting(store, "b")[0] == 101
     store.shut()
 
@@ -441,7 +444,7 @@ def test_a_server_that_lost_its_power_has_what_was_committed(server: Postgres, t
     with pytest.raises(StoreError, match="refused"):
         store.finish([ending("b", 101)], NOW_S)
     server.start()
-    assert [part.left for part in store.parts()] == [400]
+    assert kept(store).left == {"tiny": 400}
     store.shut()
 
 
@@ -454,7 +457,7 @@ def test_a_full_disk_accepts_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreFull):
         store.accept("b", "f", large)
     limit_pages(store, pages + 3000)
-    assert kept(store).total == 1
+    assert kept(store).request_counts.total == 1
     assert store.accept("b", "f", large)
     store.check()
     store.shut()

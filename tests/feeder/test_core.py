@@ -125,11 +125,11 @@ def test_the_same_on_postgresql() -> None:
 
 
 def in_flight(world: World) -> Counter[str]:
-    return Counter(send.client for send, _ in world.one.sent.values())
+    return Counter(send.batch.client for send, _ in world.one.sent.values())
 
 
 def first_of(world: World, client: str) -> int:
-    return next(key for key, (send, _) in world.one.sent.items() if send.client == client)
+    return next(key for key, (send, _) in world.one.sent.items() if send.batch.client == client)
 
 
 def test_a_client_s_many_batches_send_no_more_than_another_s_one(store: Store) -> None:
@@ -162,7 +162,7 @@ def test_what_ends_first_goes_first(store: Store) -> None:
     world.add("soon", "a", 5, "10s")
     world.one.look()
     world.one.turn()
-    assert Counter(send.part[0] for send, _ in world.one.sent.values()) == {"soon": 5, "late": 3}
+    assert Counter(send.batch.id for send, _ in world.one.sent.values()) == {"soon": 5, "late": 3}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,10 @@ def test_the_class_is_the_window_s(store: Store, window: str, slo_class: str) ->
     world.one.look()
     world.one.turn()
     [(send, _)] = world.one.sent.values()
-    assert (send.slo_class, send.due_s) == (slo_class, NOW_S + {"1s": 1, "10s": 10, "1h": 3600}[window])
+    assert (send.slo_class, send.batch.expires_at) == (
+        slo_class,
+        NOW_S + {"1s": 1, "10s": 10, "1h": 3600}[window],
+    )
 
 
 def test_each_says_for_how_many_it_stands(store: Store) -> None:
@@ -183,6 +186,18 @@ def test_each_says_for_how_many_it_stands(store: Store) -> None:
     world.one.look()
     world.one.turn()
     assert {send.stands_for for send, _ in world.one.sent.values()} == {100}
+
+
+def test_nothing_is_sent_before_all_is_accepted(store: Store) -> None:
+    world = World(store)
+    world.add("b", "a", 1, is_whole=False)
+    world.one.look()
+    world.one.turn()
+    assert not world.one.sent
+    store.settle("b", "intake", (), NOW_S)
+    world.one.look()
+    world.one.turn()
+    assert len(world.one.sent) == 1
 
 
 # ---- how much at a time
@@ -243,20 +258,20 @@ def test_a_client_with_a_limit_is_seldom_sent_more_than_it_may_have(store: Store
             world.one.answer(key, OK)
     found = store.batch("a", "b")
     assert found is not None
-    assert found.completed == 100
+    assert found.request_counts.completed == 100
     assert refused < 100
 
 
 def test_long_items_are_few_at_a_time(store: Store) -> None:
     world = World(store)
     of = StoredBatch(
-        id="b", client="a", endpoint="/v1/completions", input_file="f", window="1h", created_s=NOW_S,
-        expires_s=NOW_S + 3600, models=("m",),
+        id="b", client="a", endpoint="/v1/completions", input_file_id="f", completion_window="1h", created_at=NOW_S,
+        expires_at=NOW_S + 3600, models=("m",),
     )  # fmt: skip
     store.add_batch(of)
     store.claim("intake", ())
     store.accept("b", "intake", [Item(n, str(n), "m", b"x" * (MOST_BYTES // 2)) for n in range(1, 5)])
-    store.start("b", "intake", NOW_S)
+    store.settle("b", "intake", (), NOW_S)
     world.one.look()
     world.one.turn()
     assert len(world.one.sent) == 2
@@ -286,8 +301,7 @@ def test_names_leave_nothing_behind(store: Store) -> None:
         world.finish()
         world.one.look()
     core = world.one.core
-    assert (core._parts, core._served, core._caps, core._held_until_s, core._bytes) == ({}, {}, {}, {}, 0)
-    assert not core._in_flight
+    assert (core._parts, core._clients, core._bytes, core._models["m"].in_flight) == ({}, {}, 0, 0)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -305,7 +319,7 @@ def test_what_replicas_die_of_is_given_up(store: Store, restarts: bool) -> None:
     assert not world.one.sent
     found = store.batch("a", "b")
     assert found is not None
-    assert (found.status, found.failed) == ("completed", 1)
+    assert (found.status, found.request_counts.failed) == ("completed", 1)
 
 
 def test_an_answer_that_is_no_json_is_an_error_of_the_item(store: Store) -> None:

@@ -8,8 +8,8 @@ import sqlalchemy as sa
 
 from router.batches.model import Ending, Item, StoredBatch
 from router.batches.store import Store
-from router.feeder.answers import Answer
-from router.feeder.core import Feeder, Release, Send, Wait, Write
+from router.feeder.answers import Again, Answer
+from router.feeder.core import Feeder, Send
 
 CLASSES = {"interactive": 20.0, "batch-1": 60.0, "batch-2": 3600.0}
 NOW_S = 1_000_000
@@ -43,7 +43,7 @@ class One:
         now_s = self.world.now_s
         self.store.renew(self.owner, now_s + LEASE_S)
         self.store.reclaim(now_s)
-        gone, close = self.core.look(self.store.open_batches(), self.store.parts(), now_s)
+        gone, close = self.core.look(self.store.open_batches(), self.store.leased(), now_s)
         for key in gone:
             self.sent.pop(key, None)
             self.put_off.pop(key, None)
@@ -78,14 +78,15 @@ class One:
     def answer(self, key: int, answer: Answer) -> None:
         send, tries = self.sent.pop(key)
         match self.core.answered(send, answer, tries, self.world.now_s):
-            case Wait(after_s, more):
-                if more is not None:
-                    self.store.turn(self.owner, int(self.world.now_s), tries={key: more})
-                self.put_off[key] = self.world.now_s + after_s, send, tries if more is None else more
-            case Write(ending):
-                self.endings.append(ending)
-            case Release():
+            case Again(after_s, _, counts):
+                if counts:
+                    tries += 1
+                    self.store.turn(self.owner, int(self.world.now_s), tries={key: tries})
+                self.put_off[key] = self.world.now_s + after_s, send, tries
+            case None:
                 self.released.add(key)
+            case ending:
+                self.endings.append(ending)
 
     def close(self, most: int = 3) -> None:
         if self.store.close(self.closing[0], int(self.world.now_s), most):
@@ -110,20 +111,27 @@ class World:
         self.feeders[index] = One(self, self._most)
 
     def add(
-        self, name: str, client: str, items: int, window: str = "1h", models: tuple[str, ...] = ("m",)
+        self,
+        name: str,
+        client: str,
+        items: int,
+        window: str = "1h",
+        models: tuple[str, ...] = ("m",),
+        is_whole: bool = True,
     ) -> None:
-        """A batch that runs."""
+        """A batch that runs, if it `is_whole`."""
         seconds = {"1s": 1, "10s": 10, "1h": 3600}[window]
         self.store.add_batch(
             StoredBatch(
-                id=name, client=client, endpoint="/v1/completions", input_file="f", window=window,
-                created_s=int(self.now_s), expires_s=int(self.now_s) + seconds, models=models,
+                id=name, client=client, endpoint="/v1/completions", input_file_id="f", completion_window=window,
+                created_at=int(self.now_s), expires_at=int(self.now_s) + seconds, models=models,
             )
         )  # fmt: skip
         self.store.claim("intake", ())
         made = [Item(n, f"id {n}", models[n % len(models)], b"{}") for n in range(1, items + 1)]
         self.store.accept(name, "intake", made)
-        self.store.start(name, "intake", int(self.now_s))
+        if is_whole:
+            self.store.settle(name, "intake", (), int(self.now_s))
         self.accepted[name] = client, items
 
     def finish(self) -> None:
@@ -147,7 +155,7 @@ class World:
         client, found = self.accepted[name][0], []
         batch = self.store.batch(client, name)
         assert batch is not None
-        for file_id in filter(None, (batch.output_file, batch.error_file)):
+        for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
             file = self.store.file(client, file_id)
             assert file is not None
             content, _ = self.store.results(file, 0, 1 << 30)

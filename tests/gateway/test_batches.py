@@ -15,11 +15,12 @@ import httpx
 import openai
 import pytest
 
+from router.batches import folder
 from router.batches.model import Ending, Item
 from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEADER_STANDS_FOR, Identity
 from router.gateway.app import App, create_app
 from router.gateway.batches import upload as uploads
-from router.gateway.batches.files import Files
+from router.gateway.batches.routes import Batches
 from router.gateway.errors import ApiError
 from sglang_fair.common.identity import DEFAULT_ORDER
 from sglang_fair.tenants import edit, keys
@@ -47,11 +48,10 @@ class Asked:
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://gateway")
 
     @property
-    def files(self) -> Files:
+    def files(self) -> Batches:
         """What the gateway keeps."""
-        [route] = [one for one in self.app.pages.routes if getattr(one, "name", "") == "upload"]
-        found: Files = route.endpoint.__self__._files  # type: ignore[attr-defined]
-        return found
+        assert self.app.batches is not None
+        return self.app.batches
 
     def client(self, name: str) -> openai.AsyncOpenAI:
         """OpenAI's client, for whom the gateway is the API."""
@@ -152,7 +152,7 @@ async def test_batches_by_the_official_client(asked: Asked) -> None:
         await client.files.delete(name)
     store.claim("f", ())
     store.accept(batch.id, "f", [Item(1, "a", MODEL, b"{}"), Item(2, "b", MODEL, b"{}")])
-    store.start(batch.id, "f", 7)
+    store.settle(batch.id, "f", (), 7)
     store.finish([Ending(batch.id, 1, True, b'{"custom_id":"a"}')], 8)
     found = await client.batches.retrieve(batch.id)
     counts = found.request_counts
@@ -296,7 +296,7 @@ async def test_a_large_file_goes_to_the_disk_in_pieces(monkeypatch: pytest.Monke
     flush = uploads.Spool.seek
 
     async def watched(self: uploads.Spool, offset: int) -> None:
-        held.append(self.pending_bytes)
+        held.append(len(self.pending))
         await flush(self, offset)
 
     async def content() -> Any:
@@ -315,7 +315,7 @@ async def test_a_large_file_goes_to_the_disk_in_pieces(monkeypatch: pytest.Monke
     answer = await asked.http.post("/v1/files", content=content(), headers=FORM)
     task.cancel()
     assert answer.json()["bytes"] == pieces * len(piece)
-    assert 0 < max(held) < 2 * uploads.PIECE_BYTES
+    assert 0 < max(held) < 2 * folder.PIECE_BYTES
     assert turns[0] > pieces * len(piece) / uploads.PARSED_BYTES / 2
 
 
