@@ -62,21 +62,10 @@ class GammaArrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class EvenArrivals:
-    """`rate_per_s` programs a second with equal gaps: the VTC paper's "uniform" arrivals."""
+class EvenArrivals(GammaArrivals):
+    """Equal gaps: the VTC paper's "uniform" arrivals. Without `first_s` clients are out of step."""
 
-    rate_per_s: float
-    first_s: float | None = None
-    """When the first program arrives. None: after a part of a gap, so that clients are out of step."""
-
-    def __post_init__(self) -> None:
-        self._process()
-
-    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
-        return self._process().schedule(rng, until_s=until_s, most=most)
-
-    def _process(self) -> GammaArrivals:
-        return GammaArrivals(self.rate_per_s, 0.0, self.first_s)
+    cv: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

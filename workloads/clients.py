@@ -215,15 +215,13 @@ def fixed_length_client(
     arrivals: Arrivals,
     codec: Codec,
     prefix_tokens: int = 0,
-    prefix: str | None = None,
     seed: str = "0",
     app: str = "",
 ) -> Client:
     """A client whose requests all have these lengths, as in the VTC paper (§5.1).
 
-    Prompts are unique but for their first `prefix_tokens` (of the `input_tokens`): those are the same in all
-    requests of the clients that name the same `prefix`; None names one that is this client's alone. Raises
-    ValueError where nothing would be left to tell prompts apart.
+    Prompts are unique but for their first `prefix_tokens` (of the `input_tokens`), which all of the client's have.
+    Raises ValueError where nothing would be left to tell prompts apart.
     """
     if output_tokens < 1 or not 0 <= prefix_tokens < input_tokens:
         raise ValueError(
@@ -231,8 +229,7 @@ def fixed_length_client(
             f"{output_tokens} and {input_tokens} tokens with {prefix_tokens} of prefix"
         )
     single = Single(output_tokens)
-    shared = f"{seed}/{name}/prefix" if prefix is None else f"{seed}//{prefix}"
-    common = [filler(shared, codec, prefix_tokens)] if prefix_tokens else []
+    common = [filler(f"{seed}/{name}/prefix", codec, prefix_tokens)] if prefix_tokens else []
 
     def program(index: int) -> Program:
         own = filler(f"{seed}/{name}/{index}", codec, input_tokens - prefix_tokens)

@@ -15,7 +15,16 @@ from typing import Annotated, Any
 from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.settings.commands import Option, choices
 from workloads.arrivals import GammaArrivals
-from workloads.clients import SCENARIOS, SMALL, Client, Scale, Texts, chat_client, fixed_length_client
+from workloads.clients import (
+    SCENARIOS,
+    SMALL,
+    Client,
+    Scale,
+    Texts,
+    chat_client,
+    client_facts,
+    fixed_length_client,
+)
 from workloads.programs import Codec, TextCodec, TokenCodec
 from workloads.programs.prose import Articles, Given, WordProblems
 from workloads.traces import Trace, find_trace, mix, servegen
@@ -229,19 +238,10 @@ def _check_positive(whose: str, holder: object, *names: str) -> None:
 
 def _load(clients: Sequence[Client], at_once: Mapping[str, int], specs: Sequence[ClientSpec]) -> ClientLoad:
     weights = {client.name: 1.0 for client in clients} | {spec.name: spec.weight for spec in specs}
-    asked = {
-        client.name: {
-            "well_behaved": client.well_behaved,
-            "app": client.app,
-            "requests": client.requests,
-            "weight": weights[client.name],
-            "concurrency": at_once.get(client.name),
-            "rate_per_s": None
-            if client.name in at_once or not isinstance(client.arrivals, GammaArrivals)
-            else client.arrivals.rate_per_s,
-        }
-        for client in clients
-    }
+    asked = client_facts(clients)
+    for name, facts in asked.items():
+        facts |= {"weight": weights[name], "concurrency": at_once.get(name)}
+        facts["rate_per_s"] = None if name in at_once else facts["rate_per_s"]
     return ClientLoad(tuple(clients), at_once, weights, asked)
 
 

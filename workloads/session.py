@@ -5,10 +5,10 @@ engines. Both do the same: hand in what happens, with the time at which it happe
 come back, in their order.
 
     session.start()                    -> the first timers
-    session.due(what, now_s)           a timer has run out: a program arrives, a request may be sent, time is up
+    session.due(what, now_s)           a timer has run out
     session.ended(request, how, now_s) a request was answered, refused, or broke off
     session.stop()                     the run ends early
-    session.cut_off(now_s)             last of all: records of the programs that the end interrupted
+    session.cut_off()                  last of all: records of the programs that the end interrupted
 
 The rules of a run are here and nowhere else. Open-loop programs arrive whatever the server does; a closed-loop client
 keeps a fixed number of programs under way. A client has a bounded number of connections, and its requests wait for
@@ -17,10 +17,10 @@ have ended, the session waits for the programs that the plan names, `drain_s` at
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Literal, NamedTuple, TypeAlias, assert_never
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
 
 from workloads.clients import Client
 from workloads.programs import Call, Execution, Outcome, Ready, Reply
@@ -133,42 +133,8 @@ class Request:
         return self.program.client.name
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Timer: an open-loop program arrives."""
-
-    client: Client
-    index: int
-    t_s: float
-
-
-class Refill(NamedTuple):
-    """Timer: a closed-loop client may begin another program."""
-
-    client: Client
-
-
-class TimeUp(NamedTuple):
-    """Timer: this program has taken too long, if it is still under way."""
-
-    program: ActiveProgram
-
-
-class Connected(NamedTuple):
-    """Timer: one of the client's connections has become free for this request."""
-
-    request: Request
-
-
-class Deadline(Enum):
-    """Timer: a phase of the session ends."""
-
-    OPEN_LOOP = "the last open-loop program has arrived"
-    ARRIVALS = "closed-loop clients begin no more programs"
-    DRAIN = "the wait for programs under way is over"
-
-
-Timer: TypeAlias = Arrival | Refill | Request | Connected | TimeUp | Deadline
+Timer: TypeAlias = Request | Callable[[], None]
+"""What is to happen: this request may be sent, or whatever the session does then."""
 
 
 class Wait(NamedTuple):
@@ -258,45 +224,26 @@ class Session:
         plan = self._plan
         for client in self._clients:
             for _ in range(plan.at_once.get(client.name, 0)):
-                self._wait(0.0, Refill(client))
+                self._wait(0.0, partial(self._refill, client))
         due = _arrivals(self._clients, plan)
         self.progress.programs_due = len(due)
-        for arrival in due:
-            self._wait(arrival.t_s, arrival)
-        last_s = due[-1].t_s if due else 0.0
-        self._wait(last_s if plan.programs_per_client is not None else plan.duration_s, Deadline.OPEN_LOOP)
-        self._wait(plan.duration_s, Deadline.ARRIVALS)
+        for t_s, place, index in due:
+            self._wait(t_s, partial(self._begin, self._clients[place], index, t_s))
+        last_s = due[-1][0] if due else 0.0
+        open_until_s = last_s if plan.programs_per_client is not None else plan.duration_s
+        self._wait(open_until_s, self._end_open_loop)
+        self._wait(plan.duration_s, self._end_arrivals)
         return self._taken()
 
     def due(self, what: Timer, now_s: float) -> list[Action]:
         """A timer has run out. When the session is over, only requests are taken, so that each whose time had come has
         a record."""
         self._now_s = now_s
-        match what:
-            case Request(program=program) if program.timed_out:
-                pass
-            case Request():
+        if isinstance(what, Request):
+            if not what.program.timed_out:
                 self._connect(what)
-            case _ if self._over:
-                pass
-            case Connected(request):
-                self._send(request)
-            case TimeUp(program):
-                self._time_out(program)
-            case Arrival(client, index, t_s):
-                self._begin(client, index, t_s)
-            case Refill(client):
-                self._refill(client)
-                self._end_arrivals()
-            case Deadline.OPEN_LOOP:
-                self._open_loop = False
-                self._end_arrivals()
-            case Deadline.ARRIVALS:
-                self._end_arrivals()
-            case Deadline.DRAIN:
-                self._over = True
-            case _:
-                assert_never(what)
+        elif not self._over:
+            what()
         return self._taken()
 
     def ended(self, request: Request, how: Ending, now_s: float) -> list[Action]:
@@ -342,7 +289,7 @@ class Session:
         self._awaited += self._is_awaited(program)
         self._launch(program, program.execution.start(), t_intended_s)
         if self._plan.program_timeout_s is not None:
-            self._wait(t_intended_s + self._plan.program_timeout_s, TimeUp(program))
+            self._wait(t_intended_s + self._plan.program_timeout_s, partial(self._time_out, program))
         self._settle(program)
 
     def _time_out(self, program: ActiveProgram) -> None:
@@ -372,6 +319,7 @@ class Session:
             self._begun[client.name] = index + 1
             self.progress.programs_due += 1
             self._begin(client, index, self._now_s)
+        self._end_arrivals()
 
     def _launch(self, program: ActiveProgram, ready: Sequence[Ready], t_step_s: float) -> None:
         """These calls may be sent, each after its own thinking time."""
@@ -392,7 +340,7 @@ class Session:
         self._awaited -= self._is_awaited(program)
         if program.client.name in self._begun:
             delay_s = AFTER_FAILURE_S if program.failed else 0.0
-            self._wait(self._now_s + delay_s, Refill(program.client))
+            self._wait(self._now_s + delay_s, partial(self._refill, program.client))
         self._end_if_drained()
 
     # ---- requests and connections
@@ -428,11 +376,15 @@ class Session:
         if self._over:
             return
         if self._queued[name]:
-            self._wait(self._now_s, Connected(self._queued[name].popleft()))
+            self._wait(self._now_s, partial(self._send, self._queued[name].popleft()))
         else:
             self._connections[name] -= 1
 
     # ---- the end
+
+    def _end_open_loop(self) -> None:
+        self._open_loop = False
+        self._end_arrivals()
 
     def _end_arrivals(self) -> None:
         """Begin to drain if no program will come any more."""
@@ -440,7 +392,7 @@ class Session:
             return
         self._draining = True
         if self._plan.drain_s is not None:
-            self._wait(self._now_s + self._plan.drain_s, Deadline.DRAIN)
+            self._wait(self._now_s + self._plan.drain_s, self.stop)
         self._end_if_drained()
 
     def _has_more(self, name: str) -> bool:
@@ -455,17 +407,16 @@ class Session:
         return self._plan.drain_for == "all" or program.client.well_behaved
 
 
-def _arrivals(clients: Sequence[Client], plan: Plan) -> list[Arrival]:
-    """When open-loop programs arrive: in order of time, then of clients."""
-    due = sorted(
-        (time_s, order, index)
-        for order, client in enumerate(clients)
+def _arrivals(clients: Sequence[Client], plan: Plan) -> list[tuple[float, int, int]]:
+    """Time, client's place and index of open-loop programs: in order of time, then of clients."""
+    return sorted(
+        (time_s, place, index)
+        for place, client in enumerate(clients)
         if client.name not in plan.at_once
         for index, time_s in enumerate(
             client.arrival_times(until_s=plan.duration_s, most=plan.programs_per_client)
         )
     )
-    return [Arrival(clients[order], index, time_s) for time_s, order, index in due]
 
 
 def _request_record(request: Request, how: Ending, now_s: float) -> RequestRecord:

@@ -25,7 +25,7 @@ from workloads.traces import (
     servegen,
 )
 from workloads.traces.mooncake import conversation_of
-from workloads.traces.servegen import Lengths, Window
+from workloads.traces.servegen import Window, lengths_of
 
 BYTES = TokenCodec(lambda text: list(text.encode()))
 
@@ -243,7 +243,7 @@ def test_gaps_average_to_one_and_a_start_amid_one_is_fair(family, shape):
 
 
 def made(profile_rate: float = 1.0, shape: float = 1.0, windows: int = 36) -> Profile:
-    lengths = (Lengths.of([(100, 0.25), (200, 0.75)]), Lengths.of([(10, 1.0)]))
+    lengths = (lengths_of([(100, 0.25), (200, 0.75)]), lengths_of([(10, 1.0)]))
     return Profile("p", [Window(profile_rate, "Gamma", shape)] * windows, [lengths])
 
 
@@ -258,7 +258,7 @@ def test_a_mix_has_its_rate_its_shares_and_its_lengths():
 
 
 def test_a_profile_sends_when_it_did_and_what_it_did():
-    early, late = (Lengths.of([(tokens, 1.0)]) for tokens in (1, 2))
+    early, late = (lengths_of([(tokens, 1.0)]) for tokens in (1, 2))
     windows = [Window(1.0 if k % 2 == 0 else 0.0) for k in range(72)]
     profile = Profile("p", windows, [(early, early), (late, late)])
     trace = mix([profile], clients=1, rate_per_s=1.0, duration_s=72 * 600.0, seed="s")
@@ -301,7 +301,7 @@ def test_a_profile_is_read_from_its_two_files(tmp_path):
     assert profile.name == "chunk-3"
     assert profile.windows == [Window(0.0), Window(2.5, "Weibull", 0.9)]
     assert profile.active == [1]
-    assert profile.lengths_at(1)[0].tokens == [10, 20]
+    assert profile.lengths_at(1)[0][0] == [10, 20]
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_profile_is_read_from_its_two_files(tmp_path):
         (
             "0,1,1,Gamma,1,1\n",
             '{"0": {"input_tokens": "{1: x}", "output_tokens": "{}"}}',
-            "period 0: not lengths",
+            "period 0: ",
         ),
         ("0,1,1,Gamma,1,1\n", '{"0": {"input_tokens": "{}"}}', "period 0: "),
     ],

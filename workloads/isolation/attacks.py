@@ -57,42 +57,31 @@ class Requests:
         return Client(name, program, arrivals, seed, name, well_behaved=False, requests=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Attack:
-    """What `other` keeps under way."""
-
-    name: str
-    says: str
-    requests: Requests
-
-
 RUNNING = Requests(64, 1_024, 24)
 """A victim's: they do nothing but decode."""
 
 TRICKLE = "prefill-trickle"
 MIDDLE = Requests(512, 256, 250)
-ATTACKS: Mapping[str, Attack] = {
-    attack.name: attack
-    for attack in (
-        Attack(TRICKLE, "prompts of 40 tokens with an answer of one", Requests(40, 1, 8, pause_s=0.002)),
-        Attack("long-prompts", "64 prompts of 8,000 tokens with short answers", Requests(8_000, 16, 16)),
-        Attack("many-short", "400 short requests", Requests(200, 32, 100)),
-        Attack("long-outputs", "400 answers of 2,048 tokens", Requests(256, 2_048, 100)),
-        Attack("1000-concurrent", "1,000 requests of middle length", MIDDLE),
-    )
+ATTACKS: Mapping[str, Requests] = {
+    TRICKLE: Requests(40, 1, 8, pause_s=0.002),
+    "long-prompts": Requests(8_000, 16, 16),
+    "many-short": Requests(200, 32, 100),
+    "long-outputs": Requests(256, 2_048, 100),
+    "1000-concurrent": MIDDLE,
 }
+"""What `other` keeps under way."""
 FLOOD = "flood-"
 """`flood-N` is N requests of middle length, for four replicas."""
 
 
-def find_attack(name: str) -> Attack:
+def find_attack(name: str) -> Requests:
     """One of `ATTACKS`, or a flood. Raises ValueError for any other name."""
     if name in ATTACKS:
         return ATTACKS[name]
     count = name.removeprefix(FLOOD)
     if count == name or not count.isdecimal() or not int(count):
         raise ValueError(f"no attack {name!r}; there are {', '.join(ATTACKS)} and {FLOOD}N")
-    return Attack(name, f"{count} requests of middle length", replace(MIDDLE, under_way=int(count) / 4))
+    return replace(MIDDLE, under_way=int(count) / 4)
 
 
 def light_clients(
@@ -143,7 +132,7 @@ class Scene:
         """The clients, and how many requests those of the closed loop keep under way."""
         closed = {VICTIM: RUNNING} if self.victim else {}
         if self.attack is not None:
-            closed[OTHER] = find_attack(self.attack).requests
+            closed[OTHER] = find_attack(self.attack)
         others = (
             requests.client(name, codec, seed, replicas=replicas, pace=pace)
             for name, requests in closed.items()

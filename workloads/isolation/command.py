@@ -130,7 +130,9 @@ class IsolationOptions:
     @property
     def stacks(self) -> dict[Stack, tuple[str, ...]]:
         """Each with its attacks. Raises ValueError."""
-        attacks = tuple(find_attack(name).name for name in names(self.attacks))
+        attacks = names(self.attacks)
+        for name in attacks:
+            find_attack(name)
         found = {Stack(STOCK, STOCK_PLACEMENT, STOCK_POLICY): attacks}
         for place, policy in enumerate(names(self.policies)):
             if policy not in POLICIES:

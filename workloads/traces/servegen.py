@@ -9,12 +9,13 @@ requests a second, CV, family of gaps and its two parameters (shape first) for e
 import csv
 import json
 from ast import literal_eval
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, exp, gamma
+from itertools import accumulate
+from math import ceil, exp, gamma, inf
 from pathlib import Path
 from random import Random
+from typing import TypeAlias
 
 from workloads.programs.prose import seeded
 from workloads.traces.trace import Trace, TraceRequest
@@ -57,30 +58,17 @@ class Window:
         return met * rng.random()
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """A distribution of lengths in tokens."""
+Lengths: TypeAlias = tuple[Sequence[int], Sequence[float]]
+"""A distribution of tokens, at least 1, with the sums of their shares."""
 
-    tokens: Sequence[int]
-    cumulative: Sequence[float]
 
-    @classmethod
-    def of(cls, shares: Sequence[tuple[int, float]]) -> "Lengths":
-        """From (length, share) pairs. Raises ValueError if they are no distribution."""
-        if not shares or any(tokens < 0 or not 0 <= share < float("inf") for tokens, share in shares):
-            raise ValueError("lengths need shares of at least 0, and one of them")
-        total, cumulative = 0.0, []
-        for _, share in shares:
-            total += share
-            cumulative.append(total)
-        if not total:
-            raise ValueError("lengths need a share above 0")
-        return cls([tokens for tokens, _ in shares], cumulative)
-
-    def draw(self, rng: Random) -> int:
-        """A length, at least 1."""
-        place = bisect_left(self.cumulative, rng.random() * self.cumulative[-1])
-        return max(1, self.tokens[min(place, len(self.tokens) - 1)])
+def lengths_of(shares: Iterable[tuple[int, float]]) -> Lengths:
+    """From (length, share) pairs. Raises ValueError if they are no distribution."""
+    found = [(max(1, tokens), share) for tokens, share in shares if tokens >= 0 and 0 <= share < inf]
+    sums = list(accumulate(share for _, share in found))
+    if not sums or not sums[-1]:
+        raise ValueError("lengths need shares above 0")
+    return [tokens for tokens, _ in found], sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +140,9 @@ def _requests(
     for start_s, length_s, window, (inputs, outputs) in parts:
         per_s = window.rate_per_s * expected / total
         while gaps < per_s * length_s:
-            yield TraceRequest(start_s + gaps / per_s, client, inputs.draw(rng), outputs.draw(rng))
+            (asked,) = rng.choices(inputs[0], cum_weights=inputs[1])
+            (answered,) = rng.choices(outputs[0], cum_weights=outputs[1])
+            yield TraceRequest(start_s + gaps / per_s, client, asked, answered)
             gaps += window.gap(rng)
         gaps -= per_s * length_s
 
@@ -214,27 +204,21 @@ def _windows(path: Path) -> list[Window]:
 
 
 def _lengths(path: Path) -> list[tuple[Lengths, Lengths] | None]:
+    lengths: list[tuple[Lengths, Lengths] | None] = []
+    place = "not lengths"
     try:
         chunks = json.loads(path.read_text(encoding="utf-8"))
-        periods = [chunks[f"{LENGTHS_S * place:.0f}"] for place in range(len(chunks))]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not lengths for every {LENGTHS_S:g} s: {error!r}") from error
-    lengths: list[tuple[Lengths, Lengths] | None] = []
-    for place, period in enumerate(periods):
-        try:
-            inputs, outputs = (_shares(period[name]) for name in ("input_tokens", "output_tokens"))
-            lengths.append((Lengths.of(inputs), Lengths.of(outputs)) if inputs and outputs else None)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: period {LENGTHS_S * place:.0f}: {error}") from error
+        for number in range(len(chunks)):
+            place = f"period {LENGTHS_S * number:.0f}"
+            period = chunks[f"{LENGTHS_S * number:.0f}"]
+            inputs, outputs = (
+                [(int(tokens), float(share)) for tokens, share in literal_eval(period[name].strip()).items()]
+                for name in ("input_tokens", "output_tokens")
+            )
+            lengths.append((lengths_of(inputs), lengths_of(outputs)) if inputs and outputs else None)
+    except (ValueError, SyntaxError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {place}: {error!r}") from error
     return lengths
-
-
-def _shares(text: str) -> list[tuple[int, float]]:
-    """`{343: 0.25, 344: 0.75}` as pairs."""
-    try:
-        return [(int(tokens), float(share)) for tokens, share in literal_eval(text.strip()).items()]
-    except (ValueError, SyntaxError, AttributeError, TypeError) as error:
-        raise ValueError(f"not lengths and their shares: {text[:80]!r}") from error
 
 
 def _stand_in(rng: Random, name: str) -> Profile:
@@ -250,5 +234,5 @@ def _stand_in(rng: Random, name: str) -> Profile:
     inputs = sorted(min(max(1, round(median * exp(rng.gauss(0.0, 0.7)))), 32_000) for _ in range(500))
     average = exp(rng.uniform(3.0, 6.7))
     outputs = sorted(min(1 + round(rng.expovariate(1 / average)), 8000) for _ in range(500))
-    lengths = (Lengths.of([(k, 1.0) for k in inputs]), Lengths.of([(k, 1.0) for k in outputs]))
+    lengths = (lengths_of([(k, 1.0) for k in inputs]), lengths_of([(k, 1.0) for k in outputs]))
     return Profile(name, windows, [lengths] * int(_DAY_WINDOWS * WINDOW_S / LENGTHS_S))
