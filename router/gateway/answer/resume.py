@@ -12,7 +12,7 @@ bytes a token.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -112,8 +112,6 @@ class _Leg:
     """Events of a chat whose token ids have not come yet."""
     has_ids: bool = False
     """Of a chat: it has some."""
-    late: list[dict[str, Any]] = field(default_factory=list)
-    """Chunks of a chat that wait until their tokens are known, because something is owed before them."""
 
 
 class Resumable:
@@ -224,12 +222,13 @@ class Resumable:
     def _known(self, events: bytes) -> bytes:
         """`events` of a chat as far as their token ids are known, which come behind them: else a replica that dies in
         between would leave text that nobody can continue. The rest waits. Before the first ids nothing does, because
-        a replica without the overlay sends none."""
+        a replica without the overlay sends none, unless something is owed that is made of ids."""
         leg = self._leg
         events, leg.unknown = leg.unknown + events, b""
         comments = COMMENTS.findall(events)
         leg.has_ids = leg.has_ids or bool(comments)
-        if not leg.has_ids or events.endswith(DONE) or (comments and b'"finish":"' in comments[-1]):
+        is_end = events.endswith(DONE) or (comments and b'"finish":"' in comments[-1])
+        if is_end or not (leg.has_ids or leg.owed):
             return events
         end = events.rfind(comments[-1]) + len(comments[-1]) if comments else 0
         events, leg.unknown = events[:end], events[end:]
@@ -305,41 +304,24 @@ class Resumable:
     # -- later legs
 
     def _continued(self, events: bytes) -> Iterator[bytes]:
-        for event in split(events):
-            if event.startswith(token_ids.PREFIX):
-                self._take_ids(event)
-                yield from self._paid(is_end=self._finish is not None)
-                continue
-            if data_of(event) == FINISHED:
-                yield from self._paid(is_end=True)
+        owed, kind = self._leg.owed, self._call.kind
+        for comment in COMMENTS.findall(events):
+            self._take_ids(comment)
+        found = [
+            (event, None if data_of(event) == FINISHED else msgspec.json.decode(data_of(event)))
+            for event in split(COMMENTS.sub(b"", events))
+        ]
+        if owed and kind == "chat":
+            is_all = self._finish is not None or any(data is None or _says(data) for _, data in found)
+            if text := owed.next(self._ids, is_all=is_all):
+                self._text += text
+                delta = {"content": text}
+                yield _written(self._named([{"index": 0, "delta": delta, "finish_reason": None}]))
+        for event, data in found:
+            if data is None or "error" in data:
                 yield event + END_OF_EVENT
-                continue
-            data = msgspec.json.decode(data_of(event))
-            if "error" in data:
-                yield event + END_OF_EVENT
-            elif self._leg.owed and self._call.kind == "chat":
-                self._leg.late.append(data)
-            elif found := self._generated(data) if self._call.kind == "generate" else self._chunk(data):
-                yield _written(found)
-
-    def _paid(self, *, is_end: bool) -> Iterator[bytes]:
-        """What is owed of a chat and can be made up by now, and the chunks that waited for it."""
-        leg = self._leg
-        if self._call.kind != "chat" or not leg.owed:
-            return
-        says = any(
-            (choice.get("delta") or {}).get("content")
-            for late in leg.late
-            for choice in late.get("choices") or ()
-        )
-        text = leg.owed.next(self._ids, is_all=is_end or says)
-        chunks, leg.late = leg.late, []
-        if text:
-            delta = {"content": text}
-            chunks.insert(0, self._named([{"index": 0, "delta": delta, "finish_reason": None}]))
-        for chunk in chunks:
-            if found := self._chunk(chunk):
-                yield _written(found)
+            elif made := self._generated(data) if kind == "generate" else self._chunk(data):
+                yield _written(made)
 
     def _chunk(self, data: dict[str, Any]) -> dict[str, Any] | None:
         """What the client gets of a chunk of a chat or a completion, if anything."""
@@ -417,6 +399,11 @@ def _from_tokens(call: Call, tokens: list[int], kept: int) -> Call:
         prompts=(tokens,),
         max_output_tokens=min(limits.values(), default=0),
     )
+
+
+def _says(data: dict[str, Any]) -> bool:
+    """Whether a chunk of a chat has text."""
+    return any((choice.get("delta") or {}).get("content") for choice in data.get("choices") or ())
 
 
 def _written(event: dict[str, Any]) -> bytes:
