@@ -20,7 +20,7 @@ from router.gateway.app import SETTINGS_VARIABLE, create_app
 from router.gateway.guard import KEY_VARIABLE
 from router.gateway.listener import Listener
 from router.gateway.metrics import FOLDER_VARIABLE
-from router.gateway.request.tokens import TokenizerError, read_tokens
+from router.gateway.request.intake import TokenizerError, read_tokens
 from router.gateway.settings import check, fit, folders
 from router.process import collect_seldom, raise_limit
 from sglang_fair.common.listening import is_loopback

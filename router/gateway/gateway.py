@@ -20,8 +20,7 @@ from router.gateway.logs import request_ended
 from router.gateway.metrics import GatewayMetrics
 from router.gateway.record import RequestRecord
 from router.gateway.replicas.pool import Replicas
-from router.gateway.request.intake import Intake
-from router.gateway.request.tokens import read_tokens
+from router.gateway.request.intake import Intake, read_tokens
 from router.gateway.routing.fleet import Fleet
 from router.gateway.routing.links import Link, Links
 from router.gateway.settings import apps, classes, facts, folders, networks, places

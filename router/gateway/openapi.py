@@ -15,8 +15,7 @@ from router.gateway.batches.routes import Batches
 from router.gateway.errors import AnthropicErrorBody, ErrorBody
 from router.gateway.operations import JSON, Operation, operations_of
 from router.gateway.record import REQUEST_ID
-from router.gateway.request.kinds import ANTHROPIC, KINDS, WITHOUT_ENGINE, Kind
-from router.gateway.request.schema import DocumentedGenerateRequest
+from router.gateway.request.kinds import ANTHROPIC, KINDS, WITHOUT_ENGINE, DocumentedGenerateRequest, Kind
 from sglang_fair.common import fields
 from sglang_fair.common.fields import WIDEST, Facts
 

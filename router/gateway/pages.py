@@ -13,7 +13,7 @@ from router.gateway.gateway import Gateway
 from router.gateway.metrics import CONTENT_TYPE
 from router.gateway.operations import AnyId, Operation, json_response, numbered
 from router.gateway.request.call import model_not_found
-from router.gateway.request.schema import NOT_STORED
+from router.gateway.request.kinds import NOT_STORED
 from router.gateway.usage import UsageReport
 
 MOST_LATEST = 1000

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from router.gateway.answer.sse import TypedStream, Usage, error_event, stream_of, usage_of
 from router.gateway.errors import ANTHROPIC_TYPES, ApiError, of_replica
 from router.gateway.request.call import Names
+from router.gateway.request.intake import Tokens
 from router.gateway.request.kinds import ANTHROPIC, BY_HEADER, PATHS, WITHOUT_ENGINE, Kind, style_of
 from router.gateway.request.parse import parse
-from router.gateway.request.tokens import Tokens
 from router.wire import namespace
 from sglang_fair.common.caller import GROUP_MARK, HEADER_SALT, read_salt, salt_header, salted
 from sglang_fair.common.identity import HEADER_ATTEMPT, HEADER_CLIENT

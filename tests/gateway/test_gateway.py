@@ -13,9 +13,8 @@ import yarl
 
 from router.gateway.errors import ApiError
 from router.gateway.request.call import Names
-from router.gateway.request.intake import Intake
+from router.gateway.request.intake import Intake, TokenizerError, Tokens
 from router.gateway.request.parse import parse
-from router.gateway.request.tokens import TokenizerError, Tokens
 from sglang_fair.common.identity import HEADER_ATTEMPT
 from tests.gateway.clusters import (
     CHAT,

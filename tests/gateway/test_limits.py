@@ -12,8 +12,8 @@ from router.events import WorkerUp
 from router.gateway.errors import ApiError
 from router.gateway.replicas.health import Contexts
 from router.gateway.request.call import Names
+from router.gateway.request.kinds import MAX_MESSAGES
 from router.gateway.request.parse import MAX_VALUES, check_size, parse
-from router.gateway.request.schema import MAX_MESSAGES
 from router.gateway.settings import OTHER_DESCRIPTORS, fit, limits_in
 from sglang_fair.settings.table import Limits
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import COMMENTS, stream_of
 from router.gateway.request.call import Call, Names
+from router.gateway.request.intake import Tokens
 from router.gateway.request.parse import parse
-from router.gateway.request.tokens import Tokens
 from sglang_fair.common.token_ids import comment
 from tests.support.budget import examples
 from tests.support.stand_in import Engine

@@ -16,8 +16,16 @@ import msgspec
 
 from router.gateway.errors import ApiError
 from router.gateway.request.continuation import can_go_on
-from router.gateway.request.kinds import BY_HEADER, CHATS, KINDS, WITHOUT_ENGINE, Kind
-from router.gateway.request.schema import Common, Prompt, SamplingParams
+from router.gateway.request.kinds import (
+    BY_HEADER,
+    CHATS,
+    KINDS,
+    WITHOUT_ENGINE,
+    Common,
+    Kind,
+    Prompt,
+    SamplingParams,
+)
 from router.wire import namespace
 from sglang_fair.common.caller import salted
 from sglang_fair.common.fields import MAX_BATCH

@@ -7,11 +7,13 @@ import msgspec
 
 from router.gateway.errors import ApiError, check
 from router.gateway.request.call import Call, Names, make_call
-from router.gateway.request.kinds import KINDS, WITHOUT_ENGINE, Kind
-from router.gateway.request.schema import (
+from router.gateway.request.kinds import (
+    KINDS,
     MAX_MESSAGES,
     NOT_STORED,
+    WITHOUT_ENGINE,
     Common,
+    Kind,
     Prompt,
     SamplingParams,
     Texts,
