@@ -99,7 +99,7 @@ class Shared(Deadlines):
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         light = f"clients/{LIGHT}/attained"
         ours, paper, gap = at["flood"][light], at["flood.paper"][light], at["gap"]["gap_over_bound"]
-        hits = ratio(at, "prefixes", "plain", "hit_rate")
+        hits = ratio(at, "", "prefixes", "plain", "hit_rate")
         cut, refused, cut_rpm = at["chats"]["cut"], at["chats"]["refused"], at["chats.rpm"]["cut"]
         yield at_least(ours, 0.99, 0.9).claim(f"""Deadlines cannot be bought by flooding | | {ours:.1%} of the
             light client's requests are in time; under `qlm` {paper:.1%} | Prompts are computed in steps of up

@@ -9,7 +9,7 @@ from sglang_fair.bench.queue import measure_plan
 from workloads.deadlines.measures import attained, measure, percentile
 from workloads.deadlines.run import Outcome
 from workloads.deadlines.traffic import Stream
-from workloads.experiments.claims import Entry, Part, Table, at_least, at_most, graded
+from workloads.experiments.claims import Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Measured, Result, Row, TrafficSpec, medians
 from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.qlm_setting import (
@@ -130,8 +130,7 @@ class Drain(Deadlines):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         edf, affine = (
-            min(ratio(at, f"{name}.{n}", f"grouped.{n}", "end_s") for n in swept(at))
-            for name in ("edf", "affine")
+            min(ratio(at, n, name, "grouped", "end_s") for n in swept(at)) for name in ("edf", "affine")
         )
         yield graded(edf >= 2).claim(f"""EDF by request takes many times as long as groups until the queue is
             empty | models are loaded again and again | {edf:.1f} times at least; {affine:.1f} times, if it
@@ -169,19 +168,14 @@ class Sweep(Deadlines):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         rates = swept(at)
-
-        def over(name: str, rate: str) -> float:
-            return points(at, f"qlm.{rate}", f"{name}.{rate}")
-
-        met = [rate for rate in rates if at[f"qlm.{rate}"]["attained"] >= MOST_MET]
-        widest = max(met, key=lambda rate: over("fcfs_models", rate)) if met else rates[0]
-        busiest = met[-1] if met else rates[0]
-        mine, fcfs, shepherd = (f"{name}.{busiest}" for name in ("qlm", "fcfs_models", "shepherd"))
-        speed, goodput = (ratio(at, mine, fcfs, f"{what}_per_s") for what in ("throughput", "goodput"))
-        beside_shepherd = ratio(at, mine, shepherd, "throughput_per_s")
-        over_fcfs = over("fcfs_models", widest)
-        over_shepherd = max(over("shepherd", rate) for rate in met or rates[:1])
-        over_edf = min(over("edf", rate) for rate in rates)
+        over = {name: {rate: points(at, rate, "qlm", name) for rate in rates} for name in SWEPT[2:]}
+        met = [rate for rate in rates if at[f"qlm.{rate}"]["attained"] >= MOST_MET] or rates[:1]
+        busiest, widest = met[-1], max(met, key=over["fcfs_models"].__getitem__)
+        speed = ratio(at, busiest, "qlm", "fcfs_models", "throughput_per_s")
+        goodput = ratio(at, busiest, "qlm", "fcfs_models", "goodput_per_s")
+        beside_shepherd = ratio(at, busiest, "qlm", "shepherd", "throughput_per_s")
+        over_fcfs, over_edf = over["fcfs_models"][widest], min(over["edf"].values())
+        over_shepherd = max(over["shepherd"][rate] for rate in met)
         yield at_least(speed, 1.0, 0.95).claim(f"""QLM's throughput is at least that of FCFS | 1.2× |
             {speed:.2f}× at {busiest} requests/s | Both do the same work and neither idles, so order cannot
             make it faster; what eviction computes or copies again costs a little.""")
@@ -199,7 +193,24 @@ class Sweep(Deadlines):
         yield at_least(over_edf, 0, -2).claim(f"""EDF by request is never more in time | QLM is ahead by
             eviction | {over_edf:+.1f} points at least | With one model EDF by request is close to the best
             order there is, and groups are an approximation of it.""")
-        yield from _by_rate(at)
+        labels = [SYSTEMS[name][0] for name in SWEPT]
+        for title, path, other_path, word in (
+            ("In time", "attained", "classes/interactive/attained", "interactive"),
+            ("Requests a second, and those in time", "throughput_per_s", "goodput_per_s", "in time"),
+        ):
+            head = " | ".join(["requests/s", *labels, *(f"{label}, {word}" for label in labels[:-1])])
+            lines = [
+                [float(rate), *columns(at, SWEPT, rate, path), *columns(at, SWEPT[:-1], rate, other_path)]
+                for rate in rates
+            ]
+            yield Table(title, head, lines)
+        xs = [float(rate) for rate in rates]
+        curves = {
+            SYSTEMS[name][0]: (xs, [100 * at[f"{name}.{rate}"]["attained"] for rate in rates])
+            for name in SWEPT
+        }
+        caption = "Part of the requests whose first token is in time, by requests a second."
+        yield Figure("attained", caption, [[Panel("in time, %", curves, "requests/s", swept=True)]])
         yield {
             "throughput_over_fcfs": speed,
             "goodput_over_fcfs": goodput,
@@ -208,25 +219,6 @@ class Sweep(Deadlines):
             "points_over_shepherd": over_shepherd,
             "points_over_edf": over_edf,
         }
-
-
-def _by_rate(at: Mapping[str, Result]) -> Iterator[Part]:
-    rates = swept(at)
-    labels, xs = [SYSTEMS[name][0] for name in SWEPT], [float(rate) for rate in rates]
-    for title, path, other_path, word in (
-        ("In time", "attained", "classes/interactive/attained", "interactive"),
-        ("Requests a second, and those in time", "throughput_per_s", "goodput_per_s", "in time"),
-    ):
-        head = " | ".join(["requests/s", *labels, *(f"{label}, {word}" for label in labels[:-1])])
-        both = ((SWEPT, path), (SWEPT[:-1], other_path))
-        numbers = [[one for names, what in both for one in columns(at, names, r, what)] for r in rates]
-        yield Table(title, head, [[x, *row] for x, row in zip(xs, numbers, strict=True)])
-    lines = {
-        SYSTEMS[name][0]: (xs, [100 * at[f"{name}.{rate}"]["attained"] for rate in rates]) for name in SWEPT
-    }
-    panel = Panel("in time, %", lines, "requests/s", swept=True)
-    caption = "Part of the requests whose first token is in time, by requests a second."
-    yield Figure("attained", caption, [[panel]])
 
 
 # ---- Figure 11
@@ -263,9 +255,9 @@ class Ablation(Deadlines):
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         chats = "classes/interactive/attained"
         eviction, pulling, random = (
-            points(at, "all", name, chats) for name in ("eviction", "pulling", "balance")
+            points(at, "", "all", name, chats) for name in ("eviction", "pulling", "balance")
         )
-        swap = points(at, "all", "swap")
+        swap = points(at, "", "all", "swap")
         yield at_least(eviction, 30, 5).claim(f"""Without eviction interactive requests are late | 80 points |
             {eviction:.0f} points of the interactive requests | Continuous batching ends some request every
             moment, and interactive ones are first when memory is free.""")
@@ -323,16 +315,12 @@ class Models(Deadlines):
             yield row(name, one, w_b(ABLATION_RATE), most, label)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        runs = sorted(
-            (int(replicas), float(rate), f"{replicas}.{rate}")
-            for name in at
-            if name.startswith("qlm.")
-            for _, replicas, rate in [name.split(".")]
+        few, many = (
+            [name for name in swept(at) if name.startswith(f"{replicas}.")]
+            for replicas in (SMALL_REPLICAS, PAPER_REPLICAS)
         )
-        few = [name for replicas, _, name in runs if replicas == SMALL_REPLICAS]
-        many = [name for replicas, _, name in runs if replicas == PAPER_REPLICAS]
-        edf = min(ratio(at, f"qlm.{name}", f"edf.{name}", "throughput_per_s") for _, _, name in runs)
-        affine = min(ratio(at, f"qlm.{name}", f"affine.{name}", "throughput_per_s") for name in few)
+        edf = min(ratio(at, name, "qlm", "edf", "throughput_per_s") for name in few + many)
+        affine = min(ratio(at, name, "qlm", "affine", "throughput_per_s") for name in few)
         met, met_few = (min(at[f"qlm.{name}"]["attained"] for name in names) for names in (many or few, few))
         yield graded(edf >= 3, edf > 1).claim(f"""QLM's throughput is several times EDF's | 3 to 4× |
             {edf:.1f}× at least; {affine:.1f}× on few replicas, if EDF prefers workers that have the model |
@@ -341,7 +329,10 @@ class Models(Deadlines):
             below five hundred a second | {met:.1%} at least; on few replicas {met_few:.1%} | Beyond what the
             replicas can serve no order is in time for all.""")
         base = f"qlm.{SMALL_REPLICAS}.{ABLATION_RATE:.0f}"
-        served, cold = ratio(at, base, "no-swap", "ended"), ratio(at, base, "cold", "throughput_per_s")
+        served, cold = (
+            ratio(at, "", base, name, what)
+            for name, what in (("no-swap", "ended"), ("cold", "throughput_per_s"))
+        )
         yield graded(served >= 3, served > 1).claim(f"""Without swapping throughput is lost | 4× |
             {served:.2f}× as many requests are served if models take turns; {cold:.2f}× the throughput of
             loading them from disk | Four of five models have a replica without swapping, and groups make
@@ -349,9 +340,7 @@ class Models(Deadlines):
         labels = [SYSTEMS[name][0] for name in SEVERAL]
         head = " | ".join(["replicas", "Batch-1 requests/s", *labels])
         for title, path in (("In time", "attained"), ("Requests a second", "throughput_per_s")):
-            lines: list[list[Entry]] = [
-                [replicas, rate, *columns(at, SEVERAL, name, path)] for replicas, rate, name in runs
-            ]
+            lines = [[*map(float, name.split(".")), *columns(at, SEVERAL, name, path)] for name in few + many]
             yield Table(title, head, lines)
         parts = (base, "no-swap", "cold", "no-eviction", "random")
         head = """system | in time = attained | served = ended | requests/s = throughput_per_s |
@@ -386,9 +375,7 @@ class Hardware(Deadlines):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         gains = {
-            slow: min(
-                ratio(at, f"qlm.{slow}", f"{name}.{slow}", "throughput_per_s") for name in ("turn", "random")
-            )
+            slow: min(ratio(at, slow, "qlm", name, "throughput_per_s") for name in ("turn", "random"))
             for slow in swept(at)
         }
         alike = ("0", f"{MIXED_REPLICAS}")
@@ -437,7 +424,7 @@ class Mega(Deadlines):
             yield from systems(MEGA, f"{100 * part:.0f}", qlm(MEGA_REPLICAS), streams, most)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        gains = {int(part): points(at, f"qlm.{part}", f"fcfs.{part}") for part in swept(at)}
+        gains = {int(part): points(at, part, "qlm", "fcfs") for part in swept(at)}
         few = max((gain for part, gain in gains.items() if 0 < part <= 10), default=0.0)
         many = max((gain for part, gain in gains.items() if part >= 50), default=0.0)
         yield graded(few > many, few > 0).claim(f"""The gain is largest for few mega prompts | largest for
@@ -473,10 +460,7 @@ class Queues(Deadlines):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         rates = swept(at)
-        over = {
-            rate: {name: points(at, f"qlm.{rate}", f"{name}.{rate}") for name in QUEUED_UP[2:]}
-            for rate in rates
-        }
+        over = {rate: {name: points(at, rate, "qlm", name) for name in QUEUED_UP[2:]} for rate in rates}
         best = [min(over[rate].values()) for rate in rates]
         by_request = max(min(over[rate]["edf"], over[rate]["fcfs"]) for rate in rates[1:])
         empty, long = best[0], max(best[1:])
@@ -545,7 +529,7 @@ class Overhead(Deadlines):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         deltas, kinds, cost = swept(at), ("one", "several"), at["cost"]
-        lost = max(points(at, f"{name}.{deltas[0]}", f"{name}.4") for name in kinds)
+        lost = max(points(at, "", f"{name}.{deltas[0]}", f"{name}.4") for name in kinds)
         each_ms = cost["ms_per_request"]
         yield at_most(lost, 2, 10).claim(f"""Groups of four batches lose nothing | near-zero loss | {lost:.1f}
             points against groups of one batch | With few replicas a group is a large part of what waits.""")
@@ -613,9 +597,7 @@ class Needed(Deadlines):
         )
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        one, several = (
-            ratio(at, f"qlm.{kind}", f"shepherd.{kind}", "replicas") for kind in ("one", "several")
-        )
+        one, several = (ratio(at, kind, "qlm", "shepherd", "replicas") for kind in ("one", "several"))
         yield graded(one < 1, one <= 1).claim(f"""QLM needs fewer replicas than SHEPHERD for one model | fewer
             | {one:.2f} times as many | Both need as many as the work takes.""")
         yield graded(several < 1, several <= 1).claim(f"""And for several | fewer | {several:.2f} times as

@@ -151,7 +151,8 @@ def systems(
 
 def swept(at: Mapping[str, Result]) -> list[str]:
     """What stands behind the systems' names, by size."""
-    return sorted({name.partition(".")[2] for name in at if "." in name}, key=float)
+    suffixes = {name.partition(".")[2] for name in at if "." in name}
+    return sorted(suffixes, key=lambda one: [float(part) for part in one.split(".")])
 
 
 def columns(at: Mapping[str, Result], names: Sequence[str], suffix: str, path: str = "attained") -> list[str]:
@@ -181,11 +182,18 @@ class Deadlines(Experiment):
         return measure(outcome)
 
 
-def points(results: Mapping[str, Result], one: str, other: str, path: str = "attained") -> float:
-    """By how many percentage points more are in time in a cell than in another."""
-    return 100 * (results[one][path] - results[other][path])
+def pair(at: Mapping[str, Result], suffix: str, one: str, other: str, path: str) -> tuple[float, float]:
+    """A number of two systems on one traffic, or of two cells."""
+    mine, theirs = (at[f"{name}.{suffix}" if suffix else name][path] for name in (one, other))
+    return mine, theirs
 
 
-def ratio(results: Mapping[str, Result], one: str, other: str, path: str) -> float:
-    """A number of a cell over that of another."""
-    return results[one][path] / results[other][path]
+def points(at: Mapping[str, Result], suffix: str, one: str, other: str, path: str = "attained") -> float:
+    """By how many percentage points more are in time."""
+    mine, theirs = pair(at, suffix, one, other, path)
+    return 100 * (mine - theirs)
+
+
+def ratio(at: Mapping[str, Result], suffix: str, one: str, other: str, path: str) -> float:
+    mine, theirs = pair(at, suffix, one, other, path)
+    return mine / theirs
