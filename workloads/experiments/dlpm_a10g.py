@@ -1,6 +1,7 @@
 """DLPM, Figures 1 and 8 to 12: smaller experiments, on A10Gs."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from statistics import fmean, median
 
 from workloads.experiments import dlpm_setting as dlpm
@@ -98,6 +99,7 @@ class Figure8(dlpm.A10GExperiment):
         clients 2 and 3 for {FLOOD:.0%} each, client 2 from the middle of the 200 s on for {NORMAL:.0%}. The paper
         does not state its rates."""
     lengths_s = (200.0, 40.0)
+    curves = (20.0, 4.0)
     seeds = SEEDS[:1]
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
@@ -110,9 +112,6 @@ class Figure8(dlpm.A10GExperiment):
         )
         fields: Json = CHAT.quanta | {"max_running": CHAT_RUNNING}
         return [Row(name, dlpm.a10g(name, 2, **fields), sent, one.label) for name, one in SCHEDULERS.items()]
-
-    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        return dlpm.observe_curves(run, window_s=20.0, step_s=4.0)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         good_s = {name: longest(result, *GOOD) for name, result in at.items()}
@@ -127,10 +126,8 @@ class Figure8(dlpm.A10GExperiment):
             s | {floods_s["vtc"]:.0f} s (D2LPM {floods_s["d2lpm"]:.0f} s) | How long depends on how far they
             are above their share, and for how long.""")
         ours_s, vtc_s = calmed_s["d2lpm"], calmed_s["vtc"]
-        waits = ", ".join(
-            f"{SCHEDULERS[name].label} {'–' if wait_s is None else f'{wait_s:.1f}'} s"
-            for name, wait_s in calmed_s.items()
-        )
+        shown = {name: "–" if wait_s is None else f"{wait_s:.1f}" for name, wait_s in calmed_s.items()}
+        waits = ", ".join(f"{SCHEDULERS[name].label} {wait} s" for name, wait in shown.items())
         yield graded(
             ours_s is not None and ours_s <= 2,
             ours_s is not None and vtc_s is not None and ours_s <= 0.5 * vtc_s,
@@ -139,16 +136,11 @@ class Figure8(dlpm.A10GExperiment):
             and its own requests are ordered by prefix, then by arrival: under every scheduler, what it sends
             afterwards waits for what it sent before. Under D2LPM that takes less time the less it had sent
             above its share, which the paper does not state.""")
-        yield Table(
-            "Response times, s, and throughput",
-            """scheduler | clients 0 and 1, longest mean | client 2 in the quarter after it calms down, mean | client
-                3, longest mean | tokens/s | hit rate | difference, units""",
-            [
-                [one.cell.title, good_s[name], calmed_s[name], floods_s[name],
-                 *one.row("tokens_per_s", "hit_rate", "difference")[1:]]
-                for name, one in at.items()
-            ],
-        )  # fmt: skip
+        columns = """scheduler | clients 0 and 1, longest mean = good |
+            client 2 in the quarter after it calms down, mean = calmed | client 3, longest mean = floods |
+            tokens/s = tokens_per_s | hit rate = hit_rate | difference, units = difference"""
+        title = "Response times, s, and throughput"
+        yield medians(title, columns, at.values(), good=good_s, calmed=calmed_s, floods=floods_s)
         caption = """Response time and client-side service in 20 s windows. Client 2 calms down in the middle.
             Requests that still wait when the run ends have no response time, so curves fall towards the end."""
         yield Figure("time", caption, dlpm.over_time(at.values(), ("response_s", "service")))
@@ -189,7 +181,7 @@ class Figure9(dlpm.A10GExperiment):
         equal rates, {TREE_PROGRAMS} each; client 0's questions are ten times as long. Together they ask for 1.5
         times what the cluster does, which the paper does not state. All programs are run to their end. Q^u is
         {QUANTUM:,.0f} and Q^w {WORKER_QUANTUM:,.0f} units."""
-
+    curves = (60.0, 10.0)
     seeds = SEEDS[:1]
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
@@ -198,9 +190,6 @@ class Figure9(dlpm.A10GExperiment):
         fields: Json = {"quantum": QUANTUM, "worker_quantum": WORKER_QUANTUM}
         for name, scheduler in SCHEDULERS.items():
             yield Row(name, dlpm.a10g(name, replicas, **fields), sent, scheduler.label, plan)
-
-    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        return dlpm.observe_curves(run)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         ends = {name: result["end_s"] for name, result in at.items()}
@@ -237,15 +226,10 @@ class Figure9(dlpm.A10GExperiment):
             run the busiest replica computes {moved["preble"]:.2f}× the average's prompt tokens (D2LPM
             {moved["d2lpm"]:.2f}×, VTC {moved["vtc"]:.2f}×) | As said above. What each replica did from 300 to
             600 s is not kept: over the run the work is shared evenly.""")
-        yield Table(
-            "The whole run",
-            """scheduler | end, s | tokens/s until then | hit rate | longest mean response of clients 1 and 2, s |
-                actual service, client 0 : others | client-side, client 0 : others""",
-            [
-                [*one.row("end_s", "tokens_per_s", "hit_rate"), waits[name], actual[name], seen[name]]
-                for name, one in at.items()
-            ],
-        )
+        columns = """scheduler | end, s = end_s | tokens/s until then = tokens_per_s | hit rate = hit_rate |
+            longest mean response of clients 1 and 2, s = waits | actual service, client 0 : others = actual |
+            client-side, client 0 : others = seen"""
+        yield medians("The whole run", columns, at.values(), waits=waits, actual=actual, seen=seen)
         caption = """Response time, actual service and client-side service in 60 s windows, to each scheduler's
             end."""
         yield Figure("time", caption, dlpm.over_time(at.values()))
@@ -317,32 +301,24 @@ class Figure10(dlpm.A10GExperiment):
             yield at_least(alike, 0.98, 0.95).claim(f"""Where all behave well, the index is 1 for every Q^w |
                 consistently 1 | at least {alike:.3f} | Few large trees arrive in a run, not the same number
                 of each client's.""")
-        panels = []
-        for side in (side for side in SIDES if swept[side]):
-            columns = """Q^w, units, or scheduler | tokens/s = tokens_per_s | Jain's index = jain |
-                of actual service = jain_actual | hit rate = hit_rate | imbalance = imbalance"""
+        sides = [side for side in SIDES if swept[side]]
+        columns = """Q^w, units, or scheduler | tokens/s = tokens_per_s | Jain's index = jain |
+            of actual service = jain_actual | hit rate = hit_rate | imbalance = imbalance"""
+        for side in sides:
             mine = [one for name, one in at.items() if name[0] == side]
             yield medians(f"({side}) {SIDES[side]}", columns, mine)
-            quanta = [int(name[2:]) for name in swept[side]]
-            others = {SCHEDULERS[name].label: f"{side}.{name}" for name in OTHERS}
-            panels.append(
-                [
-                    Panel(
-                        y=unit,
-                        x="Q^w, units",
-                        title=f"({side}) {SIDES[side]}" if path == "tokens_per_s" else "",
-                        lines={"D2LPM": (quanta, [at[name][path] for name in swept[side]])},
-                        levels={label: at[name][path] for label, name in others.items()},
-                        swept=True,
-                        log="x",
-                    )
-                    for unit, path in (("tokens/s", "tokens_per_s"), ("Jain's index", "jain"))
-                ]
-            )
+
+        def panel(side: str, y: str, path: str) -> Panel:
+            names, title = swept[side], f"({side}) {SIDES[side]}" if path == "tokens_per_s" else ""
+            lines = {"D2LPM": ([int(name[2:]) for name in names], [at[name][path] for name in names])}
+            levels = {SCHEDULERS[name].label: at[f"{side}.{name}"][path] for name in OTHERS}
+            return Panel(y, lines, "Q^w, units", title, levels=levels, swept=True, log="x")
+
+        kinds = (("tokens/s", "tokens_per_s"), ("Jain's index", "jain"))
         caption = (
             "Throughput (above) and Jain's index (below) over Q^w; horizontal lines are the other schedulers."
         )
-        yield Figure("quantum", caption, list(zip(*panels, strict=True)))
+        yield Figure("quantum", caption, [[panel(side, *kind) for side in sides] for kind in kinds])
 
 
 # ---- Figure 11: from five clients to fifty at the same total rate
@@ -375,16 +351,15 @@ class Figure11(dlpm.A10GExperiment):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         counts = [count for count in COUNTS if f"dlpm.{count}" in at]
-        few, many = counts[0], counts[-1]
-        rates = {
-            policy: [at[f"{policy}.{count}"]["service_rate"] for count in counts] for policy in dlpm.POLICIES
-        }
+        rates, hits = (
+            {name: [at[f"{name}.{count}"][path] for count in counts] for name in dlpm.POLICIES}
+            for path in ("service_rate", "hit_rate")
+        )
         to_lpm, to_vtc = (
             [one / other for one, other in zip(rates["dlpm"], rates[policy], strict=True)]
             for policy in ("lpm", "vtc")
         )
         falls = {policy: found[-1] / found[0] for policy, found in rates.items()}
-        hits = {policy: [at[f"{policy}.{count}"]["hit_rate"] for count in (few, many)] for policy in rates}
         yield at_least(min(to_lpm), 0.95, 0.85).claim(f"""DLPM has LPM's service rate, however many clients
             there are | comparable | {min(to_lpm):.2f} to {max(to_lpm):.2f}× | With as many clients as trees
             under way, a turn for each client means a turn for each tree, and the first in line is no longer
@@ -396,23 +371,16 @@ class Figure11(dlpm.A10GExperiment):
         slight = all(0.8 <= falls[policy] <= 1 for policy in ("dlpm", "lpm"))
         yield graded(slight and 0.97 <= falls["vtc"] <= 1.03, slight).claim(f"""DLPM and LPM lose a little
             with more clients, VTC nothing | slight decrease; VTC flat |
-            {", ".join((f"{dlpm.POLICIES[name]} {fall:.2f}× at {many} clients" for name, fall in falls.items()))}
+            {", ".join((f"{dlpm.POLICIES[name]} {fall:.2f}× at {counts[-1]} clients" for name, fall in falls.items()))}
             | It is VTC that loses most: with more clients that take turns more trees are under way at once,
-            and its hit rate falls from {hits["vtc"][0]:.2f} to {hits["vtc"][1]:.2f}, DLPM's from
-            {hits["dlpm"][0]:.2f} to {hits["dlpm"][1]:.2f}.""")
-        yield Table(
-            "Client-side service, units/s (lowest to highest seed), and hit rates",
-            """clients | DLPM | LPM | VTC | hit rate, DLPM | hit rate, LPM | hit rate, VTC | difference, DLPM, units
-                | difference, LPM, units | difference, VTC, units""",
-            [
-                [count, *(
-                    at[f"{policy}.{count}"].shown(what)
-                    for what in ("service_rate", "hit_rate", "difference")
-                    for policy in dlpm.POLICIES
-                )]
-                for count in counts
-            ],
-        )  # fmt: skip
+            and its hit rate falls from {hits["vtc"][0]:.2f} to {hits["vtc"][-1]:.2f}, DLPM's from
+            {hits["dlpm"][0]:.2f} to {hits["dlpm"][-1]:.2f}.""")
+        title = "Client-side service, units/s (lowest to highest seed), and hit rates"
+        head = """clients | DLPM | LPM | VTC | hit rate, DLPM | hit rate, LPM | hit rate, VTC | difference, DLPM, units
+            | difference, LPM, units | difference, VTC, units"""
+        each = [*product(("service_rate", "hit_rate", "difference"), dlpm.POLICIES)]
+        table = [[count, *(at[f"{policy}.{count}"].shown(what) for what, policy in each)] for count in counts]
+        yield Table(title, head, table)
         lines = {dlpm.POLICIES[policy]: (counts, found) for policy, found in rates.items()}
         panel = Panel(y="service rate, units/s", x="clients", lines=lines, swept=True)
         yield Figure("clients", "Client-side service over the number of clients.", [[panel]])
@@ -434,6 +402,7 @@ class Figure12(dlpm.A10GExperiment):
         {TREE_PART:.0%} and {JUDGE_PART:.0%} of what the GPU does of each alone, for 240 s; then everything is run to
         its end."""
     lengths_s = (240.0, 40.0)
+    curves = (60.0, 10.0)
 
     def plan(self, length_s: float) -> Plan:
         return dlpm.plan(length_s, drain_s=None)
@@ -447,9 +416,6 @@ class Figure12(dlpm.A10GExperiment):
         )
         for policy, label in dlpm.POLICIES.items():
             yield Row(policy, dlpm.a10g("rr", policy=policy, quantum=JUDGE.charged), mixed, label)
-
-    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        return dlpm.observe_curves(run)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         ends, jain = ({name: one[path] for name, one in at.items()} for path in ("end_s", "jain_actual"))

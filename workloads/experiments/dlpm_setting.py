@@ -21,7 +21,7 @@ Clients have as many connections as they like, so requests wait at the replicas,
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from re import fullmatch
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from sglang_fair.settings.table import Cluster
 from workloads.clients import SCENARIOS, Client, Scale
@@ -161,11 +161,14 @@ def clients(spec: TrafficSpec, seed: str) -> Sequence[Client]:
 class A10GExperiment(Simulated):
     """On the second testbed."""
 
+    curves: ClassVar[tuple[float, float] | None] = None
+    """Length and distance in seconds of the windows of curves, where some are kept."""
+
     def plan(self, length_s: float) -> Plan:
         return plan(length_s)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        return observe(run)
+        return observe_curves(run, *self.curves) if self.curves else observe(run)
 
 
 class ScenarioExperiment(A10GExperiment):
@@ -283,7 +286,7 @@ PLOTTED = 4
 """Significant digits of a curve."""
 
 
-def observe_curves(run: Run, *, window_s: float = 60.0, step_s: float = 10.0) -> dict[str, Json]:
+def observe_curves(run: Run, window_s: float, step_s: float) -> dict[str, Json]:
     """The same, the time at which the run ended, and each client's curves over the whole run."""
     assert run.end is not None, "a run that has ended"
     table = Requests(run)

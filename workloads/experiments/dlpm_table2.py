@@ -1,26 +1,26 @@
 """DLPM, Table 2: lengths and common prefixes of the workloads' programs, without any engine."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import NamedTuple
 
 from workloads.arrivals import GammaArrivals
 from workloads.clients import SCENARIOS, Client, Scale, chat_client
-from workloads.experiments.claims import Entry, Part, Table
-from workloads.experiments.contract import Cell, Experiment, Measured, Result, Row, TrafficSpec
+from workloads.experiments.claims import Part
+from workloads.experiments.contract import Cell, Experiment, Measured, Result, Row, TrafficSpec, medians
 from workloads.programs import PackedCodec
 from workloads.session import Plan
 from workloads.simulation import Site
 from workloads.statistics import statistics
 
 
-@dataclass(frozen=True, slots=True)
-class TableWorkload:
-    """A row of the paper's table, and a client that sends such programs."""
+class TableWorkload(NamedTuple):
+    """A row of the paper's table, if it is in it, and a client that sends such programs."""
 
     title: str
-    prefix_tokens: float
-    output_tokens: float
     client: Callable[[str], Client]
+    prefix_tokens: float | None = None
+    output_tokens: float | None = None
 
 
 def _scenario(name: str, place: int = 0) -> Callable[[str], Client]:
@@ -34,23 +34,17 @@ def _chat(seed: str) -> Client:
 
 
 WORKLOADS: Mapping[str, TableWorkload] = {
-    "qa": TableWorkload("long-document QA", 21_449, 15, _scenario("qa-s1")),
-    "tot": TableWorkload("tree of thoughts", 546, 256, _scenario("tot-s1")),
-    "judge": TableWorkload("LLM as a judge", 2701, 256, _scenario("judge-s1")),
-    "chat": TableWorkload("multi-turn chat", 56, 142, _chat),
+    "qa": TableWorkload("long-document QA", _scenario("qa-s1"), 21_449, 15),
+    "tot": TableWorkload("tree of thoughts", _scenario("tot-s1"), 546, 256),
+    "judge": TableWorkload("LLM as a judge", _scenario("judge-s1"), 2701, 256),
+    "chat": TableWorkload("multi-turn chat", _chat, 56, 142),
+    "tot-s1-bad": TableWorkload("S1 trees: 4 branches", _scenario("tot-s1", -1)),
+    "judge-s1-bad": TableWorkload("S1 judge: 16 dimensions", _scenario("judge-s1", -1)),
+    "qa-s2-bad": TableWorkload("S2 QA: documents twice as long", _scenario("qa-s2", -1)),
+    "tot-s2-bad": TableWorkload("S2 trees: questions 10 times as long", _scenario("tot-s2", -1)),
+    "judge-s2-bad": TableWorkload("S2 judge: 600 more tokens before each article", _scenario("judge-s2", -1)),
 }
-
-BAD: Mapping[str, tuple[str, Callable[[str], Client]]] = {
-    f"{name}-bad": (text, _scenario(name, -1))
-    for name, text in (
-        ("tot-s1", "S1 trees: 4 branches"),
-        ("judge-s1", "S1 judge: 16 dimensions"),
-        ("qa-s2", "S2 QA: documents twice as long"),
-        ("tot-s2", "S2 trees: questions 10 times as long"),
-        ("judge-s2", "S2 judge: 600 more tokens before each article"),
-    )
-}
-"""Misbehaving clients' programs (Table 3)."""
+"""Those of misbehaving clients are Table 3's."""
 
 
 class Table2(Experiment):
@@ -66,35 +60,26 @@ class Table2(Experiment):
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         programs = {"chat": 4000, "qa": 200} if full else {}
-        for name in (*WORKLOADS, *BAD):
+        for name, one in WORKLOADS.items():
             sent = TrafficSpec(name, {"programs": programs.get(name, 20)})
-            yield Row(name, Site(stall_ms=0.0), sent, plan=Plan(1.0))
+            yield Row(name, Site(stall_ms=0.0), sent, one.title, Plan(1.0))
 
     def run(self, cell: Cell, seed: str) -> Measured:
-        name = cell.traffic.name
-        client = (WORKLOADS[name].client if name in WORKLOADS else BAD[name][1])(seed)
+        client = WORKLOADS[cell.traffic.name].client(seed)
         found = statistics(client.program(index) for index in range(cell.traffic.arguments["programs"]))
         derived = {"requests_per_program": found.requests_per_program, "hit_rate": found.hit_rate}
         return Measured(asdict(found) | derived, 0.0)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        named: dict[str, tuple[str, float | None, float | None]] = {
-            **{name: (row.title, row.prefix_tokens, row.output_tokens) for name, row in WORKLOADS.items()},
-            **{name: (title, None, None) for name, (title, _) in BAD.items()},
-        }
-
-        def row(name: str) -> list[Entry]:
-            title, prefix, output = named[name]
-            paths = (f"{what}_tokens" for what in ("prompt", "common", "shared", "output"))
-            numbers = at[name].row("requests_per_program", *paths, digits=4)
-            _, requests, prompt, common, shared, answer = numbers
-            hits = 100 * at[name]["hit_rate"]
-            return [title, requests, prompt, common, prefix, shared, answer, output, hits]
-
-        yield Table(
+        columns = """workload | requests a program = requests_per_program | prompt = prompt_tokens |
+            common prefix = common_tokens | prefix, paper = prefix | shared prefix = shared_tokens |
+            output = output_tokens | output, paper = output | most hits, % = hits"""
+        yield medians(
             "Averages over requests, in tokens",
-            """workload | requests a program | prompt | common prefix | prefix, paper | shared prefix | output |
-                output, paper | most hits, %""",
-            [row(name) for name in named],
+            columns,
+            at.values(),
             digits=4,
+            prefix={name: one.prefix_tokens for name, one in WORKLOADS.items()},
+            output={name: one.output_tokens for name, one in WORKLOADS.items()},
+            hits={name: 100 * one["hit_rate"] for name, one in at.items()},
         )

@@ -14,7 +14,7 @@ from typing import ClassVar
 from workloads.apps import BY_NAME, Crowd, client, service
 from workloads.arrivals import EvenArrivals, PhasedArrivals
 from workloads.clients import Client
-from workloads.experiments.claims import Entry, Part, Table, at_least, graded
+from workloads.experiments.claims import Part, Table, at_least, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Scheduler, Simulated, TrafficSpec, medians
 from workloads.records import Run
 from workloads.served import totals
@@ -72,39 +72,38 @@ def plan(duration_s: float, sample_s: float, timeout_s: float) -> Plan:
     )
 
 
-def served(apps: Mapping[str, Mapping[str, Json]]) -> dict[str, tuple[float, float]]:
+def served(apps: Mapping[str, Mapping[str, Json]]) -> list[tuple[float, float]]:
     """The service of each application's answered calls, plain and in average calls of the application."""
-    plain = {app: service(one["prompt_tokens"], one["output_tokens"]) for app, one in apps.items()}
-    return {app: (units, units / BY_NAME[app].normal_cost) for app, units in plain.items()}
+    plain = [(app, service(one["prompt_tokens"], one["output_tokens"])) for app, one in apps.items()]
+    return [(units, units / BY_NAME[app].normal_cost) for app, units in plain]
 
-
-Ratios = tuple[float | None, float | None]
-"""Of plain and of normalised service."""
 
 PLAIN = """Plain service is the tokens of answered calls, cached ones too, where an output token counts twice;
     normalised it is divided by what an average call of the application costs."""
 
 
-def fairness(results: Iterable[Result], what: str, ratios: Callable[[Mapping[str, Json]], Ratios]) -> Table:
-    """Two ratios of each run, as medians over seeds; a dash where a run has nothing to divide by."""
-
-    def row(result: Result) -> list[Entry]:
+def fairness(
+    results: Iterable[Result], what: str, ratios: Callable[[Mapping[str, Json]], Sequence[float | None]]
+) -> Table:
+    """Ratios of plain and of normalised service; a dash where a run has nothing to divide by."""
+    rows = []
+    for result in results:
         both = zip(*map(ratios, result.runs), strict=True)
-        return [result.cell.title, *(None if None in found else median(found) for found in both)]
-
-    return Table(
-        f"Fairness in plain and in normalised service: {what}; medians over seeds",
-        "scheduler | plain, in tokens | normalised, in average calls",
-        [row(result) for result in results],
-    )
+        rows.append([result.cell.title, *(None if None in found else median(found) for found in both)])
+    title = f"Fairness in plain and in normalised service: {what}; medians over seeds"
+    return Table(title, "scheduler | plain, in tokens | normalised, in average calls", rows)
 
 
-def _abuser_over_user(run: Mapping[str, Json]) -> Ratios:
-    users, heard = served(run["apps"]).values(), run["good"]["heard_users"]
-    abused = served({ABUSED: run["bad"]})[ABUSED]
-    plain, normalised = (sum(one) / heard if heard else 0.0 for one in zip(*users, strict=True))
-    each = [units / run["bad"]["users"] for units in abused]
-    return each[0] / plain if plain else None, each[1] / normalised if normalised else None
+def _abuser_over_user(run: Mapping[str, Json]) -> list[float | None]:
+    users, [abused], heard = served(run["apps"]), served({ABUSED: run["bad"]}), run["good"]["heard_users"]
+    user = [sum(one) / heard if heard else 0.0 for one in zip(*users, strict=True)]
+    return [
+        units / run["bad"]["users"] / each if each else None for units, each in zip(abused, user, strict=True)
+    ]
+
+
+def _most_over_least(run: Mapping[str, Json]) -> list[float | None]:
+    return [max(got) / min(got) if min(got) else None for got in zip(*served(run["apps"]), strict=True)]
 
 
 class Crowded(Simulated):
@@ -146,16 +145,19 @@ class Crowded(Simulated):
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         assert run.end is not None
-        of: dict[str, list[str]] = {"good": [], "bad": [], "all": list(run.manifest.clients)}
-        apps: dict[str, list[str]] = {}
-        for name, one in run.manifest.clients.items():
-            of["good" if one["well_behaved"] else "bad"].append(name)
-            if one["well_behaved"]:
-                apps.setdefault(str(one["app"]), []).append(name)
-        found: dict[str, Json] = {group: totals(run, names).to_json() for group, names in of.items()}
+        clients = run.manifest.clients.items()
+
+        def of(app: object = None, *kinds: bool) -> dict[str, Json]:
+            names = [k for k, one in clients if one["well_behaved"] in kinds and app in (None, one["app"])]
+            return totals(run, names).to_json()
+
+        found = {"good": of(None, True), "bad": of(None, False), "all": of(None, True, False)}
         return {
             **found,
-            "apps": {app: totals(run, apps[app]).to_json() for app in sorted(apps)},
+            "apps": {
+                app: of(app, True)
+                for app in sorted({one["app"] for _, one in clients if one["well_behaved"]})
+            },
             "end_s": run.end.t_s,
             "prompt_per_s": found["all"]["prompt_tokens"] / run.end.t_s,
             "decode_per_s": found["all"]["output_tokens"] / run.end.t_s,
@@ -177,16 +179,15 @@ class Abuse(Crowded):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         rpm, fs = at["rpm"], at["fs"]
-        lines: list[list[Entry]] = []
+        lines = []
         for suffix, surge in self.surges.items():
-            both = [at[f"{name}{suffix}"]["all/throttled"] for name in ("rpm", "fs")]
-            lines.append([f"{surge:.0%}", *both, both[0] / both[1] if both[1] else None])
+            refuses, cuts = (at[f"{name}{suffix}"]["all/throttled"] for name in ("rpm", "fs"))
+            lines.append([f"{surge:.0%}", refuses, cuts, refuses / cuts if cuts else None])
         throttled = rpm["all/throttled"] / fs["all/throttled"] if fs["all/throttled"] else None
         cut, wasted = fs["all/cut"], fs["all/wasted/throttled"]
         yield graded(
             throttled is None or throttled >= 10, throttled is not None and throttled > 2
-        ).claim(f"""RPM
-            throttles many times as many interactions as FS(W+I) | 21.15× | {rpm["all/throttled"]:,.0f}
+        ).claim(f"""RPM throttles many times as many interactions as FS(W+I) | 21.15× | {rpm["all/throttled"]:,.0f}
             against {fs["all/throttled"]:,.0f}, with overload in {SURGE:.0%} of the time | The ratio is about
             how much of the time there is overload, and how much of what is refused comes from abusers, who
             are refused by both then; the paper says neither. The table has it over the part of overload.""")
@@ -201,16 +202,10 @@ class Abuse(Crowded):
             A few users need more than the limit in the minute of the surge.""")
         what = "Interactions that were throttled, by the part of the time with overload; medians over seeds"
         yield Table(what, "overload | RPM | FS(W+I) | ratio", lines)
-        paths = ("all/throttled", "all/cut", "all/wasted/throttled", "all/wasted/timed out")
-        yield Table(
-            "Medians over seeds",
-            """scheduler | cell | throttled | cut | tokens wasted, throttled | tokens wasted, timed out | users'
-                calls refused | abusers' calls refused""",
-            [
-                [one.cell.title, name, *one.row(*paths, "good/refused_part", "bad/refused_part")[1:]]
-                for name, one in at.items()
-            ],
-        )
+        columns = """scheduler | cell = cells | throttled = all/throttled | cut = all/cut |
+            tokens wasted, throttled = all/wasted/throttled | tokens wasted, timed out = all/wasted/timed out |
+            users' calls refused = good/refused_part | abusers' calls refused = bad/refused_part"""
+        yield medians("Medians over seeds", columns, at.values(), cells={name: name for name in at})
         yield self.fairness(at)
         yield PLAIN
         yield {
@@ -272,24 +267,23 @@ class Table3(Crowded):
         def tokens(name: str, app: str) -> float:
             return at[name][f"apps/{app}/prompt_tokens"] + at[name][f"apps/{app}/output_tokens"]
 
-        (prompts, prompts_rpm), (outputs, outputs_rpm) = (
-            [over(path, other) for other in ("vtc", "rpm")] for path in ("prompt_per_s", "decode_per_s")
-        )
+        prompts, prompts_rpm = (over("prompt_per_s", other) for other in ("vtc", "rpm"))
+        outputs, outputs_rpm = (over("decode_per_s", other) for other in ("vtc", "rpm"))
         ttft = at["rpm"]["good/ttft_s"] / at["fs"]["good/ttft_s"]
         users, rpm_users = (at[name]["good/served_part"] for name in ("fs", "rpm"))
         apps = [
             tokens("fs", app) / tokens("rpm", app) for app in at["fs"].first["apps"] if tokens("rpm", app)
         ]
-        for text, paper, ratio, enough, nearly, why in (
-            ("FS(W+I) computes as many prompt tokens as VTC", "1.005×", prompts, 1, 0.9,
-             "VTC also answers the calls of abusers that FS(W+I) refuses, and the GPU is never idle for either."),
-            ("and more than RPM", "1.1×", prompts_rpm, 1.05, 1,
-             """RPM refuses calls while the GPU has nothing to do; how many depends on the limit, which the paper
-                 does not say."""),
-            ("The same holds of output tokens, beside VTC", "1.02×", outputs, 1, 0.9, "As for prompts."),
-            ("and beside RPM", "1.47×", outputs_rpm, 1.3, 1, "As for prompts."),
-        ):  # fmt: skip
-            yield at_least(ratio, enough, nearly).claim(f"{text} | {paper} | {ratio:.3f}× | {why}")
+        yield at_least(prompts, 1, 0.9).claim(f"""FS(W+I) computes as many prompt tokens as VTC | 1.005× |
+            {prompts:.3f}× | VTC also answers the calls of abusers that FS(W+I) refuses, and the GPU is never
+            idle for either.""")
+        yield at_least(prompts_rpm, 1.05, 1).claim(f"""and more than RPM | 1.1× | {prompts_rpm:.3f}× | RPM
+            refuses calls while the GPU has nothing to do; how many depends on the limit, which the paper does
+            not say.""")
+        yield at_least(outputs, 1, 0.9).claim(f"""The same holds of output tokens, beside VTC | 1.02× |
+            {outputs:.3f}× | As for prompts.""")
+        yield at_least(outputs_rpm, 1.3, 1).claim(f"""and beside RPM | 1.47× | {outputs_rpm:.3f}× | As for
+            prompts.""")
         yield graded(ttft < 1).claim(f"""RPM has the shorter time to first token | 0.945× | {ttft:.3f}× | RPM
             is first come, first served: who comes behind a surge waits for all of it. The paper's text says
             that FairServe's time is the lower one, its table that RPM's is.""")
@@ -362,11 +356,10 @@ class Table4(Simulated):
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         assert run.end is not None
-        apps = {name: totals(run, [name]).to_json() for name in REQUESTS}
-        for one in apps.values():
-            one["prompt_per_s"] = one["prompt_tokens"] / run.end.t_s
+        apps, end_s = {name: totals(run, [name]).to_json() for name in REQUESTS}, run.end.t_s
         wasted = sum(one["wasted"]["timed out"] for one in apps.values())
-        return {"apps": apps, "wasted": wasted, "end_s": run.end.t_s}
+        rates = {name: one | {"prompt_per_s": one["prompt_tokens"] / end_s} for name, one in apps.items()}
+        return {"apps": rates, "wasted": wasted, "end_s": end_s}
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         rpm, vtc, fs = (at[name]["apps/app12/prompt_per_s"] for name in ("rpm", "vtc", "fs"))
@@ -381,13 +374,10 @@ class Table4(Simulated):
         yield graded(wasted >= 3 * less and wasted > 0, wasted > less).claim(f"""VTC wastes many times the
             tokens on interactions that are given up | 7.0× | {wasted:,.0f} against {less:,.0f} tokens |
             Within the lead interactions that have begun go first; beyond it they wait as under VTC.""")
-        paths = [f"apps/{app}/{what}" for what in ("answered", "prompt_per_s") for app in REQUESTS]
-        yield Table(
-            "Medians over seeds",
-            """scheduler | app14 answered | app7 answered | app12 answered | app14 prompt tokens/s | app7 prompt
-                tokens/s | app12 prompt tokens/s | tokens wasted""",
-            [one.row(*paths, "wasted") for one in at.values()],
-        )
+        columns = [f"{app} answered = apps/{app}/answered" for app in REQUESTS]
+        columns += [f"{app} prompt tokens/s = apps/{app}/prompt_per_s" for app in REQUESTS]
+        head = " | ".join(["scheduler", *columns, "tokens wasted = wasted"])
+        yield medians("Medians over seeds", head, at.values())
         what = "what the application that got most got over the one that got least"
         yield fairness(at.values(), what, _most_over_least)
         yield PLAIN
@@ -396,10 +386,3 @@ class Table4(Simulated):
             "app12_fs_over_vtc": fs / vtc,
             "wasted_vtc_over_fs": wasted / less if less else None,
         }
-
-
-def _most_over_least(run: Mapping[str, Json]) -> Ratios:
-    plain, normalised = (
-        max(got) / min(got) if min(got) else None for got in zip(*served(run["apps"]).values(), strict=True)
-    )
-    return plain, normalised
