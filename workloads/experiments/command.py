@@ -25,7 +25,6 @@ from workloads.experiments import EXPERIMENTS, results, store
 from workloads.experiments.claims import Verdict
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.model_validation import Validation
-from workloads.experiments.store import Job
 from workloads.records import replace_text
 from workloads.report import add_columns
 from workloads.runs.pool import Failed
@@ -100,12 +99,8 @@ def main(argv: Sequence[str] | None = None, *, experiments: Mapping[str, Experim
         with sigterm_as_ctrl_c():
             return _reproduce(given, experiments)
 
-    return run(
-        command(ReproduceOptions, reproduce),
-        NAME,
-        argv,
-        epilog="Records, and plots as PNG and SVG, go to --out; a run that was interrupted goes on from there.",
-    )
+    epilog = "Records, and plots as PNG and SVG, go to --out; a run that was interrupted goes on from there."
+    return run(command(ReproduceOptions, reproduce), NAME, argv, epilog=epilog)
 
 
 def _reproduce(given: ReproduceOptions, experiments: Mapping[str, Experiment]) -> int:
@@ -116,11 +111,16 @@ def _reproduce(given: ReproduceOptions, experiments: Mapping[str, Experiment]) -
     given.check()
     asked = chosen(given.ids or (), experiments)
     try:
-        failed = _make_records(asked, given, console)
+        errors = _make_records(asked, given, console)
     except KeyboardInterrupt:
         print(f"{NAME}: interrupted; the same command goes on with what is missing", file=sys.stderr)
         return 130
-    reported = _show_reports(asked or experiments, given.folder, console)
+    shown = asked or experiments
+    reported = results.reports(store.read_folder(given.folder, shown), shown)
+    for one in reported:
+        if not one.lacks:
+            console.print(claims_table(one))
+    _draw(reported, given.folder / "plots", ("png", "svg"), console)
     if given.page:
         known = on_page(experiments)
         replace_text(given.page, results.page(store.read_folder(given.folder, known), known))
@@ -128,7 +128,6 @@ def _reproduce(given: ReproduceOptions, experiments: Mapping[str, Experiment]) -
     if given.publish:
         _publish(reported, experiments, console)
     print(json.dumps({"reproduce": {one.experiment.id: _verdicts(one) for one in reported}}))
-    errors = [f"{job.name}: {outcome.error}" for job, outcome in failed]
     errors += [f"{one.experiment.id}: {one.lacks}" for one in reported if one.failed]
     for text in errors:
         print(f"{NAME}: {text}", file=sys.stderr)
@@ -174,14 +173,14 @@ def _verdicts(one: results.Reported) -> Mapping[str, object]:
 
 def _make_records(
     experiments: Mapping[str, Experiment], given: ReproduceOptions, console: Console
-) -> list[tuple[Job, Failed]]:
+) -> list[str]:
     """Run the cells that have no record yet. Returns what failed."""
     jobs = store.jobs_of(experiments.values(), given.size)
     todo = [job for job in jobs if given.again or not job.is_made(given.folder)]
     if len(todo) < len(jobs):
         console.print(f"{len(jobs) - len(todo)} of {len(jobs)} runs have a record in {given.folder}")
     columns = TextColumn("{task.completed:.0f} of {task.total:.0f} s"), BarColumn(), TimeRemainingColumn()
-    failed = []
+    errors = []
     with (
         closing(store.run(todo, given.folder, given.size, given.jobs)) as outcomes,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
@@ -190,24 +189,12 @@ def _make_records(
         for number, (job, outcome) in enumerate(outcomes, 1):
             bar.advance(bar_id, job.cell.simulated_s)
             if isinstance(outcome, Failed):
-                failed.append((job, outcome))
+                errors.append(f"{job.name}: {outcome.error}")
                 what = f"{outcome.error}\n{outcome.trace}".rstrip()
             else:
                 what = f"{outcome.wall_s:.1f} s"
             console.print(f"[{number}/{len(todo)}] {job.name}: {what}", markup=False)
-    return failed
-
-
-def _show_reports(
-    experiments: Mapping[str, Experiment], folder: Path, console: Console
-) -> list[results.Reported]:
-    """Print the claims, and draw the plots beside the records."""
-    reported = results.reports(store.read_folder(folder, experiments), experiments)
-    for one in reported:
-        if not one.lacks:
-            console.print(claims_table(one))
-    _draw(reported, folder / "plots", ("png", "svg"), console)
-    return reported
+    return errors
 
 
 def _publish(

@@ -10,12 +10,10 @@ record: the JSON that `measure` returns. Reports are made from records alone, on
         about = f"{RPM} requests/min of one, twice as many of the other."
         lengths_s = (600.0, 60.0)           # of a full run and of a quick one, which is a smoke test
 
-        def rows(self, full, length_s):
+        def rows(self, full, length_s):     # traffic is JSON: a cell's specification is part of its records
+            sent = traffic("greedy", single("client 1", even(RPM), 256, 256), ...)
             for policy, label in (("vtc", "VTC"), ("fcfs", "FCFS")):
-                yield Row(policy, Site(policy=policy), TrafficSpec("greedy", {"rpm": RPM}), label)
-
-        def clients(self, cell, seed):      # in the worker: the arguments alone decide
-            return [Client(...)]
+                yield Row(policy, Site(policy=policy), sent, label)
 
         def measure(self, cell, run):       # JSON of at most about 50 KB; thin out curves
             return {"tokens_per_s": summarize(run).throughput_tokens_per_s}
@@ -25,7 +23,7 @@ record: the JSON that `measure` returns. Reports are made from records alone, on
             yield at_least(ratio, 0.98, 0.9).claim(f"VTC costs no throughput | 779 tokens/s | {ratio:.2f}× FCFS's")
             yield medians("Medians", "scheduler | tokens/s = tokens_per_s", at.values())
 
-A cell that is no simulation derives from `Experiment` and overrides `run`.
+Traffic of another kind than senders' needs its own `clients`, a cell that is no simulation its own `run`.
 """
 
 import json

@@ -134,11 +134,10 @@ def _summary(found: Sequence[Reported]) -> str:
         for claim in one.report.claims
     ]
     held = [str(claim.holds) for one in found for claim in one.report.claims]
-    head = (
-        f"## Every claim\n\nOf {len(held)} claims {held.count('yes')} hold here, {held.count('partly')} hold in part, "
-        f"{held.count('no')} do not.\n\n"
-    )
-    return head + _markdown(("source", "claim", "paper", "here", "holds"), rows, words=5)
+    yes, partly, no = (held.count(verdict) for verdict in HOLDS)
+    head = f"Of {len(held)} claims {yes} hold here, {partly} hold in part, {no} do not."
+    table = _markdown(("source", "claim", "paper", "here", "holds"), rows, words=5)
+    return f"## Every claim\n\n{head}\n\n{table}"
 
 
 def _differences(found: Sequence[Reported]) -> str:
@@ -183,10 +182,10 @@ def _stall_bounds(one: Reported) -> str:
         return f"Stall bound: {_NO_BOUND}. The default is {Cluster.stall_ms:g} ms."
     if len(found) == 1:
         return f"Stall bound: {next(iter(found))}."
-    parts = [
-        f"{bound} ({', '.join(names) if len(names) <= MOST_NAMED else f'{len(names)} cells'})"
-        for bound, names in found.items()
+    cells = [
+        ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} cells" for names in found.values()
     ]
+    parts = [f"{bound} ({names})" for bound, names in zip(found, cells, strict=True)]
     return f"Stall bound: {'; '.join(parts)}."
 
 
