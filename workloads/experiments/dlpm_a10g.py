@@ -16,7 +16,6 @@ from workloads.session import Plan
 
 
 def longest(result: Result, *clients: str) -> float:
-    """The longest mean response time of these clients in a window, s."""
     return max(largest(result.curve("response_s", one)) for one in clients)
 
 
@@ -246,7 +245,6 @@ def _long_over_short(result: Result, what: str) -> float:
 # ---- Figure 10: what Q^w, which limits how long a client may stay at a worker, does to throughput and fairness
 
 QUANTA_W = (2_000, 5_000, 10_000, 20_000, 40_000)
-"""Q^w of the paper, units."""
 LARGER_W = (200_000, 1_000_000)
 OTHERS = ("rr", "preble", "vtc", "cache-aware")
 SIDES = {"a": "one misbehaving client", "b": "all well-behaved"}

@@ -33,7 +33,6 @@ QUEUE, DEGREE = 100, 4
 BATCH, STEPS = 25, 10
 """Requests a worker runs, and decode steps between two batching points."""
 PREFIX_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS = 1024, 1184, 256
-"""Of a request."""
 PREFIXES = 32
 """Requests use so many prefixes in turn, so each one that waits has a prefix that some worker holds."""
 PARTS = {"metadata": "metadata", "synchronisation": "synchronisation", "match": "prefix match"}

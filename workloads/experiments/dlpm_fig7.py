@@ -30,7 +30,6 @@ COLUMNS: Mapping[str, str] = {
     STALL_BOUND: "D2LPM, stall bound",
     **{name: chosen.label for name, chosen in SCHEDULERS.items()},
 }
-"""What tables and figures call each scheduler, by the last part of a cell's name."""
 
 AHEAD = 0.01
 """Throughputs that differ by less count as equal."""
@@ -106,8 +105,6 @@ class Ratio(NamedTuple):
 
 
 class Gain:
-    """Ratios at several points."""
-
     def __init__(self, ratios: Sequence[Ratio]) -> None:
         self.ratios, self.mean = ratios, fmean(one.value for one in ratios)
         self.lowest, *_, self.most = sorted([*ratios, *ratios], key=lambda one: one.value)
@@ -142,7 +139,6 @@ class Grid(dlpm.Grid):
                     yield Ratio(more / less, point, is_cut(one, path))
 
     def rates(self, under: str, over: str = "d2lpm") -> list[Ratio]:
-        """Ratios of the service rate."""
         return list(self.ratios("rate", over, under))
 
     def latencies(self, over: str, percents: Iterable[str] = ("p50", "p99")) -> list[Ratio]:
@@ -155,7 +151,6 @@ class Grid(dlpm.Grid):
 
 
 def place(point: Point) -> str:
-    """A point in words."""
     return f"{_workload(point.setting)}, D = {point.number}"
 
 
@@ -297,7 +292,6 @@ def _gains_table(grid: Grid) -> Table:
 
 
 def _panels(grid: Grid, what: str, unit: str) -> Panels:
-    """A panel for each workload, a line for each scheduler."""
 
     def panel(scenario: str) -> Panel:
         lines = {}

@@ -55,7 +55,6 @@ class ProgramKind:
 
     title: str
     requests: int
-    """Of a program."""
     capacity_per_s: float
     """Programs a second that one replica serves when these are all there is; `dlpm-fig7-load` measures it."""
     charged: float

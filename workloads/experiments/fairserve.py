@@ -27,7 +27,6 @@ MEDIAN_RPM = 0.008
 SPREAD = 2.0
 ABUSERS, LEAST_ABUSE, MOST_ABUSE = 5, 150.0, 1500.0
 ABUSED = "app12"
-"""What abusers send."""
 SURGE, SURGE_FACTOR = 0.1, 6.0
 REPLICAS, KV_TOKENS = 8, 65_536
 TIMEOUT_S = 120.0
@@ -107,8 +106,6 @@ def _most_over_least(run: Mapping[str, Json]) -> list[float | None]:
 
 
 class Crowded(Simulated):
-    """An experiment with the crowd."""
-
     schedulers: Sequence[str] = tuple(SCHEDULERS)
     surges: ClassVar[Mapping[str, float]] = {"": SURGE}
     """Parts of the time with overload, by the end of a cell's name."""
@@ -139,7 +136,6 @@ class Crowded(Simulated):
         return made.clients(seed, cell.plan.duration_s)
 
     def fairness(self, at: Mapping[str, Result]) -> Table:
-        """What an abuser got over what a user got."""
         what = "what an abuser got over what a user got"
         return fairness((at[name] for name in self.schedulers), what, _abuser_over_user)
 

@@ -47,7 +47,6 @@ LONGEST_TOKENS = 2048
 CURVE_POINTS = 60
 
 CALIBRATED = ("cost_model", "fit", "scheduling_s", "hop_s", "server")
-"""What is kept of the calibration."""
 
 GOALS = {"throughput": 0.10, "service": 0.10, "hit_rate": 0.05}
 """Deviations that are good enough: relative, but the hit rate's, which is a difference."""
@@ -170,15 +169,12 @@ def _row(numbers: Mapping[str, Any], off: Mapping[str, Any] | None) -> list[Entr
 
 
 class _Validate:
-    """Runs one cell: all its workloads on all its engines."""
-
     def __init__(self, cell: Cell, seed: str, folder: Path) -> None:
         self.cell, self.seed, self.folder, self.site = cell, seed, folder, cell.site
         self.scale, self.rates = Scale(**cell.traffic.arguments["scale"]), dict[str, float]()
         self.runs: dict[str, dict[str, Run]] = {workload: {} for workload in WORKLOADS}
 
     def run(self) -> dict[str, Json]:
-        """Drive all engines. Returns the measured values."""
         found, names = None, self.cell.traffic.arguments["engines"]
         if "real" in names:
             with self._cluster("real") as cluster:

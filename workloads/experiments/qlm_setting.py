@@ -71,7 +71,6 @@ def qlm(
 
 
 def with_fleet(site: Site, **changes: Any) -> Site:
-    """The same with other replicas or models."""
     assert site.fleet is not None
     return replace(site, fleet=replace(site.fleet, **changes))
 
@@ -141,7 +140,6 @@ def systems(
     label: str = "{}",
     **more: Json,
 ) -> list[Row]:
-    """These systems on one traffic."""
     chosen = ((name, *SYSTEMS[name]) for name in names)
     return [
         row(f"{name}.{suffix}", system(fleet), streams, most, label.format(called), **more)
@@ -156,7 +154,6 @@ def swept(at: Mapping[str, Result]) -> list[str]:
 
 
 def columns(at: Mapping[str, Result], names: Sequence[str], suffix: str, path: str = "attained") -> list[str]:
-    """Of these systems on one traffic."""
     return [at[f"{name}.{suffix}"].shown(path) for name in names]
 
 
@@ -168,8 +165,6 @@ def run_of(cell: Cell, seed: str, site: Site | None = None) -> Outcome:
 
 
 class Deadlines(Experiment):
-    """An experiment whose cells are such runs."""
-
     bounds_steps = False
     seeds = ("0",)
 
@@ -178,7 +173,6 @@ class Deadlines(Experiment):
         return Measured(self.measure(cell, outcome), outcome.end_s * len(outcome.replicas))
 
     def measure(self, cell: Cell, outcome: Outcome) -> Mapping[str, Json]:
-        """What is kept of a run."""
         return measure(outcome)
 
 

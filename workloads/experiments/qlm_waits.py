@@ -154,7 +154,6 @@ class _Queue:
         self.batch = max(1.0, sum(running) / max(1, len(running)))
 
     def estimator(self, *, literal: bool = False) -> Estimator:
-        """That has seen this queue drain."""
         made = Estimator(literal=literal)
         for (from_s, *before), (to_s, *after) in pairwise(self.counts):
             made.learn("w", "m", to_s - from_s, after[0] - before[0], after[1] - before[1])

@@ -62,7 +62,6 @@ class TrafficSpec:
 
 
 def traffic(name: str, *senders: Mapping[str, Json]) -> TrafficSpec:
-    """The traffic of these clients."""
     return TrafficSpec(name, {"senders": [dict(one) for one in senders]})
 
 
@@ -77,7 +76,6 @@ def clients_of(spec: TrafficSpec, seed: str) -> tuple[Client, ...]:
 
 
 def single(name: str, arrivals: Mapping[str, Json], input_tokens: int, output_tokens: int) -> dict[str, Json]:
-    """One client that sends single requests of these lengths."""
     return {"name": name, "arrivals": dict(arrivals), "input": input_tokens, "output": output_tokens}
 
 

@@ -18,7 +18,6 @@ RPM = (90, 180)
 
 
 def overload(waiting: int = 0) -> TrafficSpec:
-    """Two clients at those rates."""
     return vtc.sent("overload", *(even(rpm, waiting) for rpm in RPM))
 
 

@@ -30,7 +30,6 @@ TOKENS = 256
 """Input and output of a request, where an experiment does not say otherwise."""
 
 LENGTH_S = 600.0
-"""Of a full run."""
 
 IN_STEP = 5
 """Requests of each client that wait at the start where requests are to run in step: they are admitted
@@ -58,7 +57,6 @@ LABELS = {
     "vtc-predict": "VTC (predict)",
     "vtc-oracle": "VTC (oracle)",
 }
-"""The policies as the paper calls them."""
 
 
 class VtcExperiment(Simulated):
@@ -81,7 +79,6 @@ def site(policy: str, options: str = "", **more: Json) -> Site:
 
 
 def row(name: str, policy: str, sent: TrafficSpec, label: str = "", **more: Json) -> Row:
-    """A traffic under a policy. `more` are fields of the site."""
     return Row(name, site(policy, **more), sent, label or LABELS[policy])
 
 
@@ -200,7 +197,6 @@ DIFFERENCE = """scheduler | max | max, paper | mean | mean, paper | variance | v
 
 
 def beside_paper(result: Result, paper: Sequence[float] | None, path: str = "difference") -> list[Entry]:
-    """A row of the paper's tables, and its own numbers beside ours."""
     ours = result.row(*(f"{path}/{what}" for what in ("max", "avg", "var")), "tokens_per_s")
     theirs = paper or (None,) * 4
     return [ours[0], *(entry for pair in zip(ours[1:], theirs, strict=True) for entry in pair)]
@@ -211,7 +207,6 @@ RESPONSE = "response time, s"
 
 
 def rates_and_responses(result: Result) -> Figure:
-    """The clients' service rates with their sum, and their response times."""
     caption = f"""Received service rate in {WINDOW_S:.0f} s windows (left) and response time of the requests sent in
         them (right), VTC."""
     rates = Panel(RATE, result.curves("rate"), dashed={"total": total_rate(result)})
@@ -219,12 +214,10 @@ def rates_and_responses(result: Result) -> Figure:
 
 
 def rates(results: Mapping[str, Result]) -> Panels:
-    """A panel of the clients' service rates for each named result."""
     return [[Panel(RATE, result.curves("rate"), title=title) for title, result in results.items()]]
 
 
 def accumulated(*results: Result, bound: float | None = None) -> Panels:
-    """The accumulated difference of each scheduler over time."""
     levels = {} if bound is None else {f"bound {bound:,.0f}": bound}
     return [[difference_panel({result.cell.title: result for result in results}, levels=levels)]]
 

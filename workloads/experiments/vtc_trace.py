@@ -26,7 +26,6 @@ SCHEDULERS: Mapping[str, tuple[str, str]] = {
     "VTC (oracle)": ("vtc-oracle", ""),
     **{f"RPM({limit})": ("rpm", f"limit={limit}") for limit in LIMITS},
 }
-"""By their name in the paper: policy and options."""
 
 COUNTING = ("LCF", "VTC", "VTC (predict)", "VTC (oracle)")
 """Those that charge service, so that the cost function changes what they do."""
@@ -195,7 +194,6 @@ class ArenaTrace(Simulated):
 
 
 def _cell(label: str, cost: str = "linear") -> str:
-    """The name of a scheduler's cell."""
     policy, options = SCHEDULERS[label]
     name = f"{policy}-{options.removeprefix('limit=')}" if options else policy
     return name if cost == "linear" else f"{name}.{cost}"
