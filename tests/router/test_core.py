@@ -92,16 +92,6 @@ def test_a_dispatched_prompt_is_matched_at_once_and_gone_when_nothing_confirms_i
     assert made.state()["tree"]["nodes"] == 0
 
 
-def test_a_confirmed_prefix_is_gone_when_its_worker_says_so():
-    made = router("a", linger_s=1000.0)
-    ask(made, "1")
-    for event in (Stored("a", (1, 2, 3, 4), None, PROMPT, 16), Done("1")):
-        made.handle(event, 1.0, b"g")
-    assert made.tree.match(PROMPT).of("a") == 64
-    made.handle(Removed("a", (1, 2, 3, 4)), 2.0)
-    assert made.tree.match(PROMPT).of("a") == 0
-
-
 def test_what_events_confirm_stays_until_they_say_otherwise():
     made = router("a", "b", linger_s=0.0)
     ask(made, "1")

@@ -57,7 +57,7 @@ def test_what_waiting_requests_match_is_looked_up_once_and_is_never_out_of_date(
         known = dict(waiting.matches)
         found = remembered(waiting, request)
         looks.append(known.get(request.id) is found)
-        assert found == waiting._tree.match(request.tokens, request.namespace)
+        assert found == waiting._state.tree.match(request.tokens, request.namespace)
         return found
 
     monkeypatch.setattr(Waiting, "_match", checked)
