@@ -14,56 +14,95 @@ Whoever needs other numbers later adds replicas of a model while the cluster run
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.settings.setting import SettingError, settings_of
 from sglang_fair.settings.table import Cluster
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_COUNTED = re.compile(r"([^:].*?)(?::([0-9]+))?")
+_REPLICA = re.compile(r"r([0-9]+)")
 NONE, ALL = "none", "all"
 RESERVED = "default"
-"""Clients mean the first model by it (`router.gateway.request.call`)."""
-
-_M = TypeVar("_M")
+"""Clients mean the first model by it (`router.gateway.request.names`)."""
 
 
-def by_name(cluster: Cluster) -> dict[str, str]:
-    """What each name stands for, in the order given: a value of --model. Empty for --model alone. Raises
-    SettingError."""
-    return {name: model for name, (model, _) in _parsed(cluster).items()}
+@dataclass(frozen=True)
+class Dealt:
+    """The models of a cluster, by the names that clients use; "" is the one of --model alone."""
+
+    models: Mapping[str, str]
+    """What --model would be for each, in the order given."""
+    first: tuple[str, ...]
+    """Of each replica, what it begins with."""
+    loadable: Mapping[int, tuple[str, ...]]
+    """By number of the replica, what it can load, the one first that it begins with. Others keep theirs."""
 
 
-def dealt(cluster: Cluster) -> tuple[str, ...]:
-    """The name of each replica's first model; "" where they all have --model. Raises SettingError."""
-    found = _dealt(cluster)
-    swaps = _swaps(cluster, len(found))
-    return tuple(
-        name if name in swaps.get(index, (name,)) else swaps[index][0] for index, name in enumerate(found)
+def deal(cluster: Cluster) -> Dealt:
+    """Raises SettingError."""
+    models, counts = _parsed(cluster)
+    first = _in_turn_of(cluster, models, counts)
+    swaps = _swaps(cluster, tuple(models), len(first))
+    first = tuple(
+        name if name in swaps.get(index, (name,)) else swaps[index][0] for index, name in enumerate(first)
     )
-
-
-def loadable(cluster: Cluster) -> dict[int, tuple[str, ...]]:
-    """By number of the replica, the names of the models that it can load, the one first that it begins with. Replicas
-    that keep theirs are left out. Raises SettingError."""
-    first = dealt(cluster)
-    swaps = _swaps(cluster, len(first))
-    unused = by_name(cluster).keys() - {*first, *(name for names in swaps.values() for name in names)}
-    if unused:
+    if unused := models.keys() - {*first, *(name for names in swaps.values() for name in names)}:
         raise _wrong(f"--swap: no replica can load {min(unused)}", "swap")
-    return {
+    loadable = {
         index: (first[index], *(name for name in names if name != first[index]))
         for index, names in swaps.items()
         if len(names) > 1
     }
+    return Dealt(models, first, loadable)
 
 
-def _swaps(cluster: Cluster, replicas: int) -> dict[int, tuple[str, ...]]:
-    known = tuple(by_name(cluster))
+def _parsed(cluster: Cluster) -> tuple[dict[str, str], dict[str, int]]:
+    """What each name stands for, and how many replicas of it there are, where that is said."""
+    try:
+        pairs = split_pairs(cluster.models, "model")
+    except ValueError as error:
+        raise _wrong(f"--models: {error}") from None
+    if not pairs:
+        return {"": cluster.model}, {}
+    if cluster.model != settings_of(Cluster)["model"].default:
+        raise _wrong("--model and --models: give one of them")
+    models, counts = {}, {}
+    for name, value in pairs:
+        if not _NAME.fullmatch(name) or name == RESERVED:
+            raise _wrong(
+                f"--models: a name is of letters, digits, dots, dashes and slashes, and not {RESERVED!r}: {name!r:.80}"
+            )
+        found = _COUNTED.fullmatch(value)
+        if found is None or not 1 <= int((found[2] or "1")[:6]) <= 100_000:
+            raise _wrong(f"--models: {name}={value:.80} is not NAME=MODEL or NAME=MODEL:N")
+        models[name] = found[1]
+        if found[2]:
+            counts[name] = int(found[2])
+    return models, counts
+
+
+def _in_turn_of(cluster: Cluster, models: Mapping[str, str], counts: Mapping[str, int]) -> tuple[str, ...]:
+    """The model of each replica, as if none could load another."""
+    if not counts:
+        if cluster.replicas < len(models) and cluster.swap == NONE:
+            raise _wrong(f"--replicas {cluster.replicas} are too few for {len(models)} models")
+        return in_turn(dict.fromkeys(models, cluster.replicas), cluster.replicas)
+    if without := ", ".join(name for name in models if name not in counts):
+        raise _wrong(f"--models: say of {without} too how many replicas it has, as NAME=MODEL:N")
+    total = sum(counts.values())
+    if cluster.replicas not in (total, settings_of(Cluster)["replicas"].default):
+        raise _wrong(f"--models asks for {total} replicas, and --replicas for {cluster.replicas}")
+    return in_turn(counts, total)
+
+
+def _swaps(cluster: Cluster, known: tuple[str, ...], replicas: int) -> dict[int, tuple[str, ...]]:
     if cluster.swap == NONE:
         return {}
-    if not known:
+    if known == ("",):
         raise _wrong("--swap is for several --models", "swap")
     if cluster.engine == "emulated":
         raise _wrong("--swap needs weights, which an emulated replica has not", "swap")
@@ -75,11 +114,8 @@ def _swaps(cluster: Cluster, replicas: int) -> dict[int, tuple[str, ...]]:
     except ValueError as error:
         raise _wrong(f"--swap: none, all, or as r0=a+b: {error}", "swap") from None
     for replica, text in pairs:
-        number = replica.removeprefix("r")
-        if (
-            not (replica.startswith("r") and number.isascii() and number.isdecimal())
-            or int(number) >= replicas
-        ):
+        number = _REPLICA.fullmatch(replica)
+        if number is None or int(number[1]) >= replicas:
             raise _wrong(
                 f"--swap: there is no replica {replica!r:.40}; there are r0 to r{replicas - 1}", "swap"
             )
@@ -87,65 +123,20 @@ def _swaps(cluster: Cluster, replicas: int) -> dict[int, tuple[str, ...]]:
         for name in names:
             if name not in known:
                 raise _wrong(f"--swap: there is no model {name!r:.80}; there are {', '.join(known)}", "swap")
-        found[int(number)] = names
+        found[int(number[1])] = names
     return found
 
 
-def _dealt(cluster: Cluster) -> tuple[str, ...]:
-    found = _parsed(cluster)
-    if not found:
-        return ("",) * cluster.replicas
-    counts = {name: count for name, (_, count) in found.items() if count is not None}
-    if not counts:
-        if cluster.replicas < len(found) and cluster.swap == NONE:
-            raise _wrong(f"--replicas {cluster.replicas} are too few for {len(found)} models")
-        return tuple(in_turn(dict.fromkeys(found, cluster.replicas), cluster.replicas))
-    if len(counts) < len(found):
-        without = ", ".join(name for name in found if name not in counts)
-        raise _wrong(f"--models: say of {without} too how many replicas it has, as NAME=MODEL:N")
-    total = sum(counts.values())
-    if cluster.replicas not in (total, settings_of(Cluster)["replicas"].default):
-        raise _wrong(f"--models asks for {total} replicas, and --replicas for {cluster.replicas}")
-    return tuple(in_turn(counts, total))
-
-
-def in_turn(counts: dict[str, int], total: int) -> list[str]:
+def in_turn(counts: Mapping[str, int], total: int) -> tuple[str, ...]:
     """`total` names, each in its turn, as long as it has any of its `counts` left."""
-    left, found = dict(counts), list[str]()
-    while len(found) < total and any(left.values()):
-        for name in left:
-            if left[name] and len(found) < total:
-                left[name] -= 1
-                found.append(name)
-    return found
+    rounds = (name for turn in range(total) for name in counts if turn < counts[name])
+    return tuple(islice(rounds, total))
 
 
 def fewest(names: Sequence[str], has: Sequence[str]) -> str:
     """Of `names`, the first that the fewest replicas have, where `has` is what each has."""
     counts = Counter(has)
     return min(names, key=lambda name: counts[name])
-
-
-def _parsed(cluster: Cluster) -> dict[str, tuple[str, int | None]]:
-    try:
-        pairs = split_pairs(cluster.models, "model")
-    except ValueError as error:
-        raise _wrong(f"--models: {error}") from None
-    if pairs and cluster.model != settings_of(Cluster)["model"].default:
-        raise _wrong("--model and --models: give one of them")
-    found: dict[str, tuple[str, int | None]] = {}
-    for name, value in pairs:
-        if not _NAME.fullmatch(name) or name == RESERVED:
-            raise _wrong(
-                f"--models: a name is of letters, digits, dots, dashes and slashes, and not {RESERVED!r}: {name!r:.80}"
-            )
-        model, colon, tail = value.rpartition(":")
-        if not (colon and tail.isascii() and tail.isdecimal()):
-            model, tail = value, ""
-        if not model or (tail and not 1 <= int(tail[:6]) <= 100_000):
-            raise _wrong(f"--models: {name}={value:.80} is not NAME=MODEL or NAME=MODEL:N")
-        found[name] = model, int(tail) if tail else None
-    return found
 
 
 def _wrong(text: str, field: str = "models") -> SettingError:

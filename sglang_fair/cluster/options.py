@@ -88,7 +88,7 @@ class Options(Cluster):
     def model_names(self) -> dict[str, str]:
         """What each model is called, and what --model would be for it; "" is the name of --model itself. Raises
         ConfigError."""
-        return models.by_name(self) or {"": self.model}
+        return dict(models.deal(self).models)
 
     def emulation(self) -> Emulation | None:
         """What the replicas emulate, the first of them if they differ; None for a real engine. Raises ConfigError."""
@@ -145,7 +145,7 @@ class Options(Cluster):
 def check(options: Options) -> None:
     """Raises ConfigError for the first thing in `options` that is wrong on any machine."""
     setting.check(options)
-    models.loadable(options)
+    models.deal(options)
     options.emulation()
     if options.engine not in ("auto", "emulated") and options.device not in ("auto", options.engine):
         raise ConfigError(

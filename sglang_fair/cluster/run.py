@@ -92,14 +92,14 @@ def _run(options: Options) -> int:
     ):
         options = _with_ports(options, reservations)
         _make_service_keys(options)
-        names = models.dealt(options)
+        dealt = models.deal(options)
+        names = dealt.first
         options = replace(options, replicas=len(names))
         taken = gpus.take(options, device, machine.gpus, gpu_marks) if options.ray is None else ()
         found = _find_models(options)
         each = tuple(found[called] for called in names)
         swaps = {
-            index: tuple(found[called] for called in can_load)
-            for index, can_load in models.loadable(options).items()
+            index: tuple(found[called] for called in can_load) for index, can_load in dealt.loadable.items()
         }
         for can_load in set(swaps.values()):
             _check_alike(can_load)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.__main__ import workers as workers_of
 from router.gateway.__main__ import check as check_gateway
 from sglang_fair.cluster.local import Additions
-from sglang_fair.cluster.models import dealt, fewest, in_turn, loadable
+from sglang_fair.cluster.models import deal, fewest, in_turn
 from sglang_fair.cluster.options import ConfigError, Options
 from sglang_fair.cluster.plan import Model, Process, build
 from sglang_fair.cluster.ports import Marks, Reservations
@@ -35,7 +35,7 @@ A, B = Model(Path("/m/a"), "a", "tiny"), Model(Path("/m/b"), "b", "/models/b")
     ],
 )
 def test_replicas_are_dealt_out(options: Options, expected: list[str]) -> None:
-    assert list(dealt(options)) == expected
+    assert list(deal(options).first) == expected
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1))
@@ -132,8 +132,8 @@ SEVERAL = "a=/m/a,b=/m/b,c=/m/c"
 def test_which_replica_can_load_what(
     options: Options, first: str, expected: dict[int, tuple[str, ...]]
 ) -> None:
-    assert "".join(dealt(options)) == first
-    assert loadable(options) == expected
+    assert "".join(deal(options).first) == first
+    assert deal(options).loadable == expected
 
 
 def test_each_replica_that_can_load_several_has_an_agent() -> None:
