@@ -4,8 +4,7 @@ Two clusters on one machine never share a GPU: each takes those that it uses, un
 so do its replicas. A GPU is free again when they have ended, however they did.
 
 A replica is told its GPUs by number, in the order of nvidia-smi (`ENVIRONMENT`): with tensor parallelism SGLang 0.5.23
-reads CUDA_VISIBLE_DEVICES as numbers of that order, and fails on anything else. A MIG device has no number. It goes by
-its UUID, and to replicas of one GPU alone: CUDA shows a process one MIG device only.
+reads CUDA_VISIBLE_DEVICES as numbers of that order, and fails on anything else.
 """
 
 import importlib.util
@@ -23,8 +22,7 @@ from sglang_fair.common.provenance import cores
 ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Numbers mean what they mean to nvidia-smi. CUDA's own order begins with the fastest GPU."""
 
-_GPU = re.compile(r"GPU (\d+): .*\(UUID: (\S+)\)")
-_MIG = re.compile(r"\s+MIG .*\(UUID: (\S+)\)")
+_GPU = re.compile(r"^GPU (\d+): .*\(UUID: (\S+)\)", re.MULTILINE)
 
 
 class GpusTaken(RuntimeError):
@@ -33,21 +31,9 @@ class GpusTaken(RuntimeError):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or a MIG device: what a replica can be given."""
-
     name: str
-    """As CUDA_VISIBLE_DEVICES takes it: a number, or the UUID of a MIG device."""
+    """Its number, as nvidia-smi has it."""
     uuid: str
-    card: str = ""
-    """The UUID of the GPU that it is, or a part of."""
-
-    @property
-    def is_part(self) -> bool:
-        return not self.name.isdecimal()
-
-
-Cards = Sequence[tuple[int, tuple[Gpu, ...]]]
-"""GPUs by their numbers: each itself, or the MIG devices of one that is divided."""
 
 
 @dataclass(frozen=True)
@@ -81,36 +67,24 @@ def _nvidia_smi() -> str:
     return found.stdout if found.returncode == 0 else ""
 
 
-def listed(text: str) -> Cards:
+def listed(text: str) -> tuple[Gpu, ...]:
     """Those in the output of `nvidia-smi -L`."""
-    cards: list[tuple[int, str, list[str]]] = []
-    for line in text.splitlines():
-        if found := _GPU.match(line):
-            cards.append((int(found[1]), found[2], []))
-        elif (found := _MIG.match(line)) and cards:
-            cards[-1][2].append(found[1])
-    return tuple(
-        (number, tuple(Gpu(part, part, uuid) for part in parts) or (Gpu(str(number), uuid, uuid),))
-        for number, uuid, parts in cards
-    )
+    return tuple(Gpu(number, uuid) for number, uuid in _GPU.findall(text))
 
 
-def visible(cards: Cards, cuda_visible_devices: str | None) -> tuple[Gpu, ...]:
+def visible(gpus: Sequence[Gpu], cuda_visible_devices: str | None) -> tuple[Gpu, ...]:
     """Those that may be used, in the order in which they are named; without CUDA_VISIBLE_DEVICES all.
 
     A name is a number of nvidia-smi's, a UUID, or the beginning of one UUID alone. As CUDA does: what stands behind a
-    name of nothing, such as -1, does not count, and the name of a divided GPU means its first MIG device.
+    name of nothing, such as -1, does not count.
     """
     if cuda_visible_devices is None:
-        return tuple(gpu for _, gpus in cards for gpu in gpus)
-    named = {uuid: gpu for _, gpus in cards for gpu in reversed(gpus) for uuid in (gpu.uuid, gpu.card)}
+        return tuple(gpus)
     found: dict[str, Gpu] = {}
     for name in map(str.strip, cuda_visible_devices.split(",")):
-        if name.isdecimal():
-            matches = [gpus[0] for number, gpus in cards if number == int(name)]
-        else:
-            is_uuid = name.startswith(("GPU-", "MIG-"))
-            matches = [gpu for uuid, gpu in named.items() if is_uuid and uuid.startswith(name)]
+        matches = [
+            gpu for gpu in gpus if name == gpu.name or (name.startswith("GPU-") and gpu.uuid.startswith(name))
+        ]
         if len(matches) != 1:
             break
         found.setdefault(matches[0].uuid, matches[0])
@@ -123,21 +97,18 @@ def take(options: Options, device: Device, gpus: Sequence[Gpu], marks: Marks) ->
     if device == "cpu":
         return ()
     each = gpus_per_replica(options.extra)
-    usable = [gpu for gpu in gpus if each == 1 or not gpu.is_part]
     wanted = options.replicas * each
     needs = f"{_counted(options.replicas, 'replica')} with {_counted(each, 'GPU')} each need {_counted(wanted, 'GPU')}"
-    if wanted > len(usable):
-        parts = len(gpus) - len(usable)
-        besides = f", besides {parts} MIG devices, which serve one process each" if parts else ""
-        raise ConfigError(f"{needs}, {len(usable)} are visible{besides}")
+    if wanted > len(gpus):
+        raise ConfigError(f"{needs}, {len(gpus)} are visible")
     taken: list[Gpu] = []
-    for gpu in usable:
+    for gpu in gpus:
         if len(taken) < wanted and marks.take(gpu.uuid):
             taken.append(gpu)
     if len(taken) < wanted:
         marks.give_back(*(gpu.uuid for gpu in taken))
         raise GpusTaken(
-            f"{needs}; of {len(usable)} that are visible {len(taken)} are free, and clusters on this machine have "
+            f"{needs}; of {len(gpus)} that are visible {len(taken)} are free, and clusters on this machine have "
             "the others"
         )
     return tuple(tuple(taken[at : at + each]) for at in range(0, wanted, each))

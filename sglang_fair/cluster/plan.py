@@ -29,8 +29,8 @@ STAGES: tuple[tuple[Role, ...], ...] = (
 """The order in which they are started, and backwards stopped. The gateway comes after what it needs, so that its port
 opens only when there is something behind it."""
 
-DISPENSABLE: tuple[Role, ...] = ("dashboard", "agent", "feeder")
-"""Without these a cluster goes on."""
+VITAL: tuple[Role, ...] = ("fork-server", "fleet", "router", "gateway")
+"""Without one of these a cluster cannot go on."""
 
 GATEWAY_DRAIN_S = 5
 """Time for open requests when the cluster is stopped."""

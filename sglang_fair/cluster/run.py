@@ -23,7 +23,6 @@ from sglang_fair.cluster import gpus, models, on_ray
 from sglang_fair.cluster.console import ConsoleReporter, addresses, example, make_console, show
 from sglang_fair.cluster.control import Control, socket_path
 from sglang_fair.cluster.gpus import GpusTaken, Machine
-from sglang_fair.cluster.link import router_state
 from sglang_fair.cluster.local import Additions, Local
 from sglang_fair.cluster.options import ConfigError, Device, Options
 from sglang_fair.cluster.plan import (
@@ -41,7 +40,7 @@ from sglang_fair.cluster.plan import (
 from sglang_fair.cluster.ports import Marks, Ports, PortTaken, Reservations
 from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.supervisor import StartFailed, Supervisor
-from sglang_fair.cluster.workers import Workers, scale_up
+from sglang_fair.cluster.workers import Workers, router_state, scale_up
 from sglang_fair.common import curve
 from sglang_fair.common.curve import Keys
 from sglang_fair.common.files import read_json

@@ -9,24 +9,38 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from router.client import RouterClient
 from router.events import WorkerDown
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.console import ConsoleReporter
 from sglang_fair.cluster.plan import (
-    DISPENSABLE,
     STAGES,
+    VITAL,
     Plan,
     Process,
 )
-from sglang_fair.cluster.restart import Deaths, RestartRule, is_last
 from sglang_fair.common import tls
 
 POLL_S = 0.2
 PROGRESS_S = 0.5
 LOCAL_CHECK_S = 5.0
+
+
+@dataclass(frozen=True)
+class RestartRule:
+    """A process that died is started again after a wait that doubles with each early death, which is one before it has
+    been ready for `early_s`. One that the cluster cannot do without is given up after `give_up_after` of them in a row,
+    and the cluster ends."""
+
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 30.0
+    early_s: float = 60.0
+    give_up_after: int = 5
+
+    def delay_s(self, early: int) -> float:
+        return min(self.first_delay_s * 2.0 ** min(max(0, early - 1), 64), self.longest_delay_s)
 
 
 class StartFailed(RuntimeError):
@@ -54,12 +68,11 @@ class Supervisor:
         self._inherited = inherited
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._given_up: set[str] = set()
         self.was_up = False
         """Whether all processes have been ready at some time."""
         self._is_ending = False
         self._changes: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
+        self._lost: asyncio.Future[None] | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -72,10 +85,8 @@ class Supervisor:
         return self._plan
 
     def state(self, name: str) -> str:
-        """The state of a process: up, down (it is being started or restarted) or given up."""
+        """The state of a process: up, or down (it is being started or restarted)."""
         child = self._children.get(name)
-        if name in self._given_up:
-            return "given up"
         return "up" if child is not None and child.running and child.ready_s is not None else "down"
 
     def respec(self, spec: Process) -> None:
@@ -115,26 +126,31 @@ class Supervisor:
         """Starts everything and restarts what dies. Returns when the cluster cannot go on."""
         for roles in STAGES:
             await self._start_all(self._plan.of(*roles))
+        self._lost = asyncio.get_running_loop().create_future()
         self.was_up = True
         self._reporter.up(self.pids)
-        self._keepers = {
-            name: asyncio.create_task(self._keep(child)) for name, child in self._children.items()
-        }
+        for child in self._children.values():
+            self._watch(child)
         try:
-            while self._keepers and not self._is_lost():
-                self._changed.clear()
-                changed = asyncio.create_task(self._changed.wait())
-                await asyncio.wait([changed, *self._keepers.values()], return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-                for name, keeper in list(self._keepers.items()):
-                    if keeper.done():
-                        del self._keepers[name]
-                        keeper.result()
+            await self._lost
         finally:
             for keeper in self._keepers.values():
                 keeper.cancel()
             if self._keepers:
                 await asyncio.wait(self._keepers.values())
+
+    def _watch(self, child: Child) -> None:
+        def ended(keeper: asyncio.Task[None]) -> None:
+            if keeper.cancelled() or self._lost is None or self._lost.done():
+                return
+            if error := keeper.exception():
+                self._lost.set_exception(error)
+            else:
+                self._lost.set_result(None)
+
+        keeper = asyncio.create_task(self._keep(child))
+        keeper.add_done_callback(ended)
+        self._keepers[child.spec.name] = keeper
 
     async def add(self, spec: Process) -> None:
         """Starts one more process; once it is ready, it is restarted when it dies. Raises `StartFailed`."""
@@ -147,8 +163,7 @@ class Supervisor:
             except BaseException:
                 await self._remove(spec.name)
                 raise
-            self._keepers[spec.name] = asyncio.create_task(self._keep(child))
-            self._changed.set()
+            self._watch(child)
             self._report_up(spec)
 
         await self._change(work())
@@ -181,19 +196,12 @@ class Supervisor:
         if name in self._children:
             await self._stop_one(self._children[name])
             del self._children[name]
-        self._given_up.discard(name)
         processes = tuple(one for one in self._plan.processes if one.name != name)
         self._plan = replace(self._plan, processes=processes)
 
     async def _stop_one(self, child: Child) -> None:
         if not await child.stop(self._hurry):
             self._reporter.say(f"{child.spec.name} was killed: it had not ended in time")
-
-    def _is_lost(self) -> bool:
-        """Whether nothing can be served any more: the gateway, the router or the last replica was given up."""
-        replicas = {process.name for process in self._plan.of("replica")}
-        others = {process.name for process in self._plan.of(*DISPENSABLE)}
-        return bool(self._given_up - replicas - others) or (bool(replicas) and replicas <= self._given_up)
 
     async def _start_all(self, specs: Sequence[Process]) -> None:
         """Starts `specs` side by side and waits until all are ready. Raises `StartFailed`."""
@@ -251,23 +259,19 @@ class Supervisor:
 
     async def _keep(self, child: Child) -> None:
         """Restarts the process whenever it ends. Returns when it is given up."""
-        deaths = Deaths()
+        early = 0
         while True:
             how = await child.exited()
             spec = self._spec(child.spec.name)
-            served_s = child.served_s
+            early = 0 if child.served_s >= self._rule.early_s else early + 1
             if child.ready_s is not None:
                 self._reporter.died(spec.name, how, child.tail)
                 self._report_down(spec)
-            deaths = self._rule.after(deaths, served_s, is_replica=spec.worker is not None)
-            delay_s = self._rule.delay_s(deaths, is_last=self._is_last(spec))
-            if delay_s is None:
-                self._given_up.add(spec.name)
-                within = "before" if spec.worker is not None else f"within {self._rule.early_s:.0f} s of"
-                self._reporter.say(
-                    f"{spec.name} is given up: it died {deaths.counted} times in a row {within} being ready"
-                )
+            if early >= self._rule.give_up_after and spec.role in VITAL:
+                within = f"within {self._rule.early_s:.0f} s of being ready"
+                self._reporter.say(f"{spec.name} is given up: it died {early} times in a row {within}")
                 return
+            delay_s = self._rule.delay_s(early)
             self._reporter.say(f"{spec.name} is started again in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
             try:
@@ -282,14 +286,6 @@ class Supervisor:
 
     def _spec(self, name: str) -> Process:
         return next(spec for spec in self._plan.processes if spec.name == name)
-
-    def _is_last(self, spec: Process) -> bool:
-        others = [
-            one.models
-            for one in self._plan.of("replica")
-            if one.worker is not None and one.name != spec.name and one.name not in self._given_up
-        ]
-        return spec.worker is not None and is_last(spec.models, others)
 
     def _report_down(self, spec: Process) -> None:
         if self._link is not None and spec.worker is not None:

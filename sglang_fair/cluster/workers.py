@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from router.events import Refuse, Swap
+from router.client import RouterClient, RouterGone
+from router.events import Query, Refuse, Snapshot, Swap
 from sglang_fair.cluster.control import Refused, Say
-from sglang_fair.cluster.link import router_answer, router_state
 from sglang_fair.cluster.scale import ScaleUp
 from sglang_fair.cluster.status import model_of
 from sglang_fair.common.curve import Keys
@@ -52,7 +52,7 @@ class ReplicaState:
     url: str
     pid: int | None
     state: str
-    """starting, up, draining, down (being restarted), waits (for room on a node) or given up."""
+    """starting, up, draining, down (being restarted) or waits (for room on a node)."""
     model: str = ""
     node: str = ""
 
@@ -243,6 +243,30 @@ async def is_at_work(url: str) -> bool:
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
         return False
     return bool(totals.get("running", 0) + totals.get("waiting", 0))
+
+
+async def router_answer(
+    endpoint: str, question: Query | Swap, timeout_s: float = 1.0, keys: Keys | None = None
+) -> Snapshot | Refuse | None:
+    """What the router at `endpoint` answers, None if it does not in time. With `keys` it must have its own."""
+    async with RouterClient(endpoint, keys, beats=False) as client:
+        try:
+            answer: Snapshot | Refuse = await client.ask(question, (Snapshot, Refuse), timeout_s)
+        except RouterGone:
+            return None
+        return answer
+
+
+async def router_state(
+    endpoint: str, part: str, timeout_s: float = 1.0, keys: Keys | None = None
+) -> dict[str, Any] | None:
+    """A part of the router's snapshot: its workers by name, how far they are with loading another model (swaps), its
+    queues. Empty if it has no such part, None if it does not answer in time."""
+    answer = await router_answer(endpoint, Query(""), timeout_s, keys)
+    if not isinstance(answer, Snapshot):
+        return None
+    found = answer.state.get(part)
+    return found if isinstance(found, dict) else {}
 
 
 def number(name: str) -> int:

@@ -1,20 +1,20 @@
-"""Tenants, proxies and operators of a cluster: what its gateway is told, and what is refused before anything starts."""
+"""Tenants, proxies, operators and limits of a cluster: what its processes are told of them."""
 
+import contextlib
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from router.gateway.__main__ import check as check_gateway
 from router.gateway.__main__ import is_loopback, warn
-from sglang_fair.cluster import __main__ as cluster_command
 from sglang_fair.cluster.options import Options, check
 from sglang_fair.cluster.plan import build
+from sglang_fair.cluster.ports import Reservations
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.engines.replica import server_arguments
 from sglang_fair.models.catalog import ServedModel
 from sglang_fair.settings.program import parse
-from sglang_fair.settings.setting import SettingError
 from sglang_fair.settings.table import Gateway, Replica
 from sglang_fair.tenants import edit
 from sglang_fair.tenants.model import Tenant
@@ -50,30 +50,6 @@ def test_what_no_balancer_looks_at_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (["--tenants", "BAD"], "BAD:2:10: tenants.gold.wieght: there is no 'wieght' here"),
-        (["--tenants", "/none.yaml"], "cannot read /none.yaml"),
-        (["--trusted-proxies", "10.0.0.1/8"], "--trusted-proxies: 10.0.0.1/8 has host bits set"),
-        (["--limit-store", "file:x"], "--limit-store must be memory or redis://"),
-        (["--admin-port", "0"], "--admin-port must lie from 1 to 65535"),
-    ],
-)
-def test_what_is_wrong_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], error: str
-) -> None:
-    bad = tmp_path / "bad.yaml"
-    bad.write_text("tenants:\n  gold: {wieght: 3}\n")
-    words = [str(bad) if word == "BAD" else word for word in options]
-    assert cluster_command.main(words) == 2
-    said = capsys.readouterr().err.strip()
-    assert len(said.splitlines()) == 1
-    assert error.replace("BAD", str(bad)) in said
-    with pytest.raises((SettingError, SystemExit)):
-        check_gateway(parse("gateway", [f"--{k.replace('_', '-')}={v}" for k, v in GATEWAY.items()] + words))
-
-
-@pytest.mark.parametrize(
     ("host", "loud"),
     [("0.0.0.0", True), ("gateway.example", True), ("127.9.9.9", False), ("localhost", False)],
 )  # fmt: skip
@@ -87,6 +63,24 @@ def test_a_gateway_for_everybody_is_loud(
         caplog.clear()
         warn(Gateway(host=host, tenants=str(path), admin_port=9, **GATEWAY))
         assert "ANYBODY" not in caplog.text
+
+
+def test_replicas_of_a_throttled_cluster_publish_their_load(tmp_path: Path) -> None:
+    limits = tmp_path / "limits.json"
+    limits.write_text(json.dumps({"user": 3}))
+    options = Options(throttle="oit", limits=str(limits), normal=str(tmp_path / "normal.json"), replicas=2)
+    with contextlib.closing(Reservations("127.0.0.1")) as reservations:
+        ports = reservations.choose(0, 2, loads=True)
+    plan = build(options, "cpu", MACHINE, MODEL, ports)
+    for index, replica in enumerate(plan.of("replica")):
+        argv, port = list(replica.argv), ports.replicas[index].load
+        assert argv[argv.index("--load-port") + 1] == str(port)
+        assert argv[argv.index("--fair-normal") + 1] == str(tmp_path / f"normal.json.r{index}")
+        assert replica.worker is not None
+        assert replica.worker.load == f"tcp://127.0.0.1:{port}"
+    [router] = plan.of("router")
+    assert f"load=tcp://127.0.0.1:{ports.replicas[0].load}" in " ".join(router.argv)
+    assert list(router.argv)[list(router.argv).index("--limits") + 1] == str(limits)
 
 
 def test_the_replica_s_key_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,17 @@
 """Which GPUs replicas get: what nvidia-smi and CUDA_VISIBLE_DEVICES say, and clusters that share one machine."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_fair.cluster.control import Refused, ask, socket_path
 from sglang_fair.cluster.gpus import GpusTaken, Machine, listed, take, visible
 from sglang_fair.cluster.local import Additions
 from sglang_fair.cluster.options import ConfigError, Options
@@ -25,7 +20,6 @@ from sglang_fair.cluster.ports import Marks, Ports, ReplicaPorts, Reservations
 from tests.cluster.test_cluster import GPU_MACHINE, MODEL, PORTS, of_our_own
 from tests.support.waiting import wait_until
 
-LIMIT_S = 240.0
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 
 FOUR = """\
@@ -33,13 +27,6 @@ GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aa11)
 GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-aa22)
 GPU 2: NVIDIA A100-SXM4-80GB (UUID: GPU-bb33)
 GPU 3: NVIDIA A100-SXM4-80GB (UUID: GPU-cc44)
-"""
-
-DIVIDED = """\
-GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aa11)
-  MIG 3g.40gb     Device  0: (UUID: MIG-1111-a)
-  MIG 3g.40gb     Device  1: (UUID: MIG-2222-b)
-GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-bb22)
 """
 
 
@@ -62,10 +49,7 @@ def kind() -> str:
         (FOUR, "GPU-aa22,GPU-cc", "1 3"),
         (FOUR, "GPU-aa", ""),
         (FOUR, "GPU-aa11,0,0", "0"),
-        (DIVIDED, None, "MIG-1111-a MIG-2222-b 1"),
-        (DIVIDED, "MIG-2222-b,1", "MIG-2222-b 1"),
-        (DIVIDED, "0", "MIG-1111-a"),
-        (DIVIDED, "GPU-aa11,MIG-1111", "MIG-1111-a"),
+        (FOUR, "MIG-2222-b,1", ""),
         ("", None, ""),
         ("", "0,1", ""),
         ("No devices were found\n", "0", ""),
@@ -87,13 +71,7 @@ def cuda(replicas: int, each: int) -> Options:
 
 @LINUX
 def test_too_few_are_visible_or_free() -> None:
-    parts = visible(listed(DIVIDED), None)
     with contextlib.closing(Marks(kind())) as marks:
-        assert take(cuda(3, 1), "cuda", parts, marks)[1][0].name == "MIG-2222-b"
-        with pytest.raises(
-            ConfigError, match="1 are visible, besides 2 MIG devices, which serve one process each"
-        ):
-            take(cuda(1, 2), "cuda", parts, marks)
         with pytest.raises(ConfigError, match="2 replicas with 8 GPUs each need 16 GPUs, 8 are visible"):
             take(cuda(2, 8), "cuda", GPU_MACHINE.gpus, marks)
         for number in (1, 3, 5, 7):
@@ -214,79 +192,3 @@ def test_a_gpu_is_free_when_cluster_and_replica_are_gone() -> None:
             os.kill(replica, signal.SIGKILL)
         wait_until(lambda: marks.take("GPU-aa11"), "the replica's GPU is free")
         marks.close()
-
-
-CLUSTER = """
-    import dataclasses, sys
-    from sglang_fair.cluster import gpus, options, run
-
-    look = gpus.look
-    gpus.look = lambda: dataclasses.replace(look(), cuda_build=True, python=sys.argv[1])
-    sys.exit(run.run_cluster(options.Options(
-        device="cuda", model="tiny", port=0, json=True, replicas=int(sys.argv[2]), extra=tuple(sys.argv[3:])
-    )))
-"""
-
-REPLICA = """
-    import http.server, json, os, sys
-    from sglang_fair.common.processes import die_with_supervisor
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = json.dumps({"gpus": os.environ["CUDA_VISIBLE_DEVICES"]}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    die_with_supervisor()
-    port = int(sys.argv[sys.argv.index("--port") + 1])
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
-
-@contextlib.contextmanager
-def cluster(folder: Path, replicas: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """On a machine with the GPUs of `FOUR`. Its replicas only say which GPUs they have."""
-    (folder / "replica.py").write_text(textwrap.dedent(REPLICA))
-    replica = (
-        f'if [ "$2" = sglang_fair.engines.replica ]; then exec {sys.executable} {folder}/replica.py "$@"; fi'
-    )
-    for name, text in (
-        ("nvidia-smi", f"cat <<'END'\n{FOUR}END\n"),
-        ("python", f'{replica}\nexec {sys.executable} "$@"\n'),
-    ):
-        (folder / name).write_text(f"#!/bin/sh\n{text}")
-        (folder / name).chmod(0o755)
-    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    env.pop("CUDA_VISIBLE_DEVICES", None)
-    command = [sys.executable, "-c", textwrap.dedent(CLUSTER), str(folder / "python"), str(replicas)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=LIMIT_S)
-
-
-def _gpus(url: str) -> str:
-    return httpx.get(url, timeout=LIMIT_S).json()["gpus"]
-
-
-@LINUX
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_clusters_on_one_machine(tmp_path: Path) -> None:
-    with cluster(tmp_path, 3) as first:
-        assert first.stdout is not None
-        facts = json.loads(first.stdout.readline())
-        assert [_gpus(url) for url in facts["replicas"]] == ["0", "1", "2"]
-        with cluster(tmp_path, 2) as second:
-            assert second.wait(LIMIT_S) == 1
-            assert second.stderr is not None
-            said = second.stderr.read().decode()
-            assert "2 replicas with 1 GPU each need 2 GPUs; of 4 that are visible 1 are free" in said
-        path = socket_path(int(facts["gateway"].rpartition(":")[2]))
-        assert _gpus(ask(path, {"do": "add"}, print, LIMIT_S)["url"]) == "3"
-        with pytest.raises(Refused, match="of 4 that are visible 0 are free"):
-            ask(path, {"do": "add"}, print, LIMIT_S)

@@ -1,9 +1,15 @@
 """What no machine could start is one line, before anything is started."""
 
+from pathlib import Path
+
 import pytest
 
+from router.gateway.__main__ import check as check_gateway
+from sglang_fair.cluster.__main__ import main
 from sglang_fair.cluster.options import ConfigError, Options, check, extra_argument
 from sglang_fair.core import POLICIES
+from sglang_fair.settings.program import parse
+from sglang_fair.settings.setting import SettingError
 
 SEVERAL = "a=/m/a,b=/m/b,c=/m/c"
 
@@ -98,3 +104,45 @@ def test_the_last_of_two_values_counts() -> None:
     assert extra_argument(("--tp", "2", "--x", "--tp=4"), "--tp", "--tp-size") == "4"
     assert extra_argument(("--tp-size=8",), "--tp", "--tp-size") == "8"
     assert extra_argument(("--tpx", "2"), "--tp") is None
+
+
+GATEWAYS = [
+    ("--tenants FILE", "tenants:\n  gold: {wieght: 3}\n", ":2:10: tenants.gold.wieght: there is no 'wieght' here"),
+    ("--tenants /none.yaml", "", "cannot read /none.yaml"),
+    ("--trusted-proxies 10.0.0.1/8", "", "--trusted-proxies: 10.0.0.1/8 has host bits set"),
+    ("--limit-store file:x", "", "--limit-store must be memory or redis://"),
+    ("--admin-port 0", "", "--admin-port must lie from 1 to 65535"),
+    ("--apps FILE", '{"a": "chat"}', "must have a list"),
+]  # fmt: skip
+"""What a gateway alone refuses too."""
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "said"),
+    [
+        *GATEWAYS,
+        ("--limits FILE", "{}", "--limits are for --throttle"),
+        ("--throttle oit --limits FILE", '{"user": 0}', "at `$.user`"),
+        ("--throttle oit --limits FILE", '{"low": 0.9, "high": 0.5}', "low must be below high"),
+        ("--throttle oit --limits FILE", '{"high": 2}', "at `$.high`"),
+        ("--throttle oit --limits FILE", "{", "is not a JSON file"),
+        ("--throttle oit --limits /no/such", "", "cannot read /no/such"),
+        ("--policy wsc --cost profiled", "", "the cost must be linear"),
+        ("--policy wsc --payer equal", "", "needs payer first"),
+        ("--policy wsc --policy-options lead=-1", "", "lead must be"),
+        ("--throttle all", "", "throttle"),
+    ],
+)
+def test_so_is_what_is_wrong_in_a_file(
+    tmp_path: Path, words: str, content: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(content)
+    arguments = words.replace("FILE", str(path)).split()
+    assert main(["--model", "tiny", *arguments]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert said in line
+    if (words, content, said) in GATEWAYS:
+        own = ["--port", "1", "--router", "tcp://127.0.0.1:1", "--model-name", "tiny", "--tokenizer", "/m"]
+        with pytest.raises((SettingError, SystemExit)):
+            check_gateway(parse("gateway", [*own, *arguments]))

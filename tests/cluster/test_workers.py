@@ -29,8 +29,7 @@ from sglang_fair.cluster.local import Additions, Local
 from sglang_fair.cluster.options import Options
 from sglang_fair.cluster.plan import Process, build
 from sglang_fair.cluster.ports import Marks, Reservations
-from sglang_fair.cluster.restart import RestartRule
-from sglang_fair.cluster.supervisor import StartFailed, Supervisor
+from sglang_fair.cluster.supervisor import RestartRule, StartFailed, Supervisor
 from sglang_fair.cluster.workers import Workers
 from tests.cluster.test_cluster import (
     DIES,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from sglang_fair.cluster.link import router_state
+from sglang_fair.cluster.workers import router_state
 from tests.support.waiting import eventually
 
 NAME = "replicas.test"
