@@ -21,7 +21,6 @@ class ServedModel:
     served_name: str
     load_format: str = "auto"
     weight_bytes: int | None = None
-    context_tokens: int | None = None
 
 
 RANDOM_LLAMAS: Mapping[str, Llama] = {
@@ -46,11 +45,11 @@ def find(name: str, progress: Progress | None = None) -> ServedModel:
         llama = RANDOM_LLAMAS[name]
         key = f"{name}-{llama.layers}x{llama.hidden}x{llama.intermediate}-v1"  # a new shape gets a new folder
         path = prepared(key, llama.write, say)
-        return ServedModel(name, str(path), name, "dummy", 2 * llama.parameters, llama.context_tokens)
+        return ServedModel(name, str(path), name, "dummy", 2 * llama.parameters)
     if name == "default":
         key = f"smollm2-135m-instruct-{smollm2.VERSION}-v3"
         path = prepared(key, lambda folder: smollm2.write(folder, say), say)
-        return ServedModel(name, str(path), "smollm2-135m-instruct", "auto", 2 * 135_000_000, 8192)
+        return ServedModel(name, str(path), "smollm2-135m-instruct", "auto", 2 * 135_000_000)
     if name.startswith(EMULATED):
         return _find_emulated(name.removeprefix(EMULATED), say)
     folder = Path(name).expanduser()
@@ -85,7 +84,7 @@ def _find_emulated(name: str, say: Progress) -> ServedModel:
     # length.
     nothing = Llama(1, 16, 16, 1, 1, shape.context_tokens, shape.vocabulary, "EmulatedForCausalLM")
     path = prepared(f"emulated-{name}-v1", lambda folder: nothing.write(folder, _letters()), say)
-    return ServedModel(EMULATED + name, str(path), f"{name}-emulated", "dummy", 0, shape.context_tokens)
+    return ServedModel(EMULATED + name, str(path), f"{name}-emulated", "dummy", 0)
 
 
 def _letters() -> list[str]:

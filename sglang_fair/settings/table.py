@@ -121,7 +121,25 @@ class Naming:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fairness(Naming, Fields):
+class Prices:
+    """What tokens cost, and clients' shares."""
+
+    extend_weight: Annotated[
+        float | None, About(unit="service units", metavar="W_E", unset="1", fair="extend-weight")
+    ] = None
+    """What a computed input token costs, with the linear cost."""
+    output_weight: Annotated[
+        float | None, About(unit="service units", metavar="W_Q", unset="2", fair="output-weight")
+    ] = None
+    """What an output token costs, with the linear cost."""
+    client_weights: Annotated[
+        Mapping[str, float], About(metavar="JSON", unset="1 for everybody", fair="client-weights")
+    ] = field(default_factory=dict)
+    """Shares per client, for example {"gold": 2}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fairness(Naming, Prices, Fields):
     """Who is served first, and what service costs: a replica's scheduler."""
 
     policy: Annotated[str, About(registry="sglang_fair.core:POLICIES", prefix=STOCK_PREFIX)] = "dlpm"
@@ -160,18 +178,6 @@ class Fairness(Naming, Fields):
     ] = FIRST
     cost: Annotated[str | None, About(metavar="COST", unset="linear", fair="cost")] = None
     """What service costs: linear, profiled, quadratic:d=1000 or tiered:threshold=4096."""
-    extend_weight: Annotated[
-        float | None, About(unit="service units", metavar="W_E", unset="1", fair="extend-weight")
-    ] = None
-    """What a computed input token costs, with the linear cost."""
-    output_weight: Annotated[
-        float | None, About(unit="service units", metavar="W_Q", unset="2", fair="output-weight")
-    ] = None
-    """What an output token costs, with the linear cost."""
-    client_weights: Annotated[
-        Mapping[str, float], About(metavar="JSON", unset="1 for everybody", fair="client-weights")
-    ] = field(default_factory=dict)
-    """Shares per client, for example {"gold": 2}."""
     cache_share: Annotated[str, About(choices=("on", "off"), fair="cache-share")] = "off"
     """Evict first what belongs to clients above their share of a replica's cache. Where SGLang's cache does not allow
     that, and for policies without shares, a replica evicts as SGLang does."""
@@ -459,7 +465,7 @@ class Replica(Protection, Fairness, Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Router(Tls, Throttling):
+class Router(Tls, Throttling, Prices):
     """Run the router alone: it decides which replica serves each request. Gateways and the cluster connect to it."""
 
     bind: Annotated[str, About(metavar="tcp://HOST:PORT")]
@@ -482,18 +488,6 @@ class Router(Tls, Throttling):
     """D2LPM's credit per client and replica."""
     quantum: Annotated[float | None, About(unit="service units", above=0, unset="the placement's own")] = None
     """centralized_dlpm's credit per client at all replicas."""
-    extend_weight: Annotated[
-        float | None, About(unit="service units", metavar="W_E", unset="the placement's own")
-    ] = None
-    """What an input token costs."""
-    output_weight: Annotated[
-        float | None, About(unit="service units", metavar="W_Q", unset="the placement's own")
-    ] = None
-    """What an output token costs."""
-    client_weights: Annotated[Mapping[str, float] | None, About(metavar="JSON", unset="1 for everybody")] = (
-        None
-    )
-    """Shares per client, for example {"gold": 2}."""
     parameter: Annotated[tuple[str, ...], About(metavar="NAME=VALUE")] = ()
     """Any other parameter of the placement. Repeatable."""
     page_size: PageSize = 16

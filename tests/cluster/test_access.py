@@ -87,7 +87,7 @@ def test_the_replica_s_key_is_in_no_command_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(replica_key.variable, "the key")
     plan = build(Options(), "cpu", MACHINE, MODEL, PORTS)
     assert not any("the key" in word for process in plan.processes for word in process.argv)
-    model = ServedModel("tiny", "/m", "tiny", "dummy", 1, 131_072)
+    model = ServedModel("tiny", "/m", "tiny", "dummy", 1)
     argv = server_arguments(Replica(), model)
     assert argv[argv.index("--api-key") + 1] == "the key"
     monkeypatch.delenv(replica_key.variable)

@@ -27,7 +27,7 @@ EMULATED = ("--engine", "emulated", "--gpu", "a10g", "--model", "llama-3.2-3b")
 
 
 class TestReplicaArguments:
-    model = models.ServedModel("emulated:llama-3.1-8b", "/m", "llama-3.1-8b-emulated", "dummy", 1, 131_072)
+    model = models.ServedModel("emulated:llama-3.1-8b", "/m", "llama-3.1-8b-emulated", "dummy", 1)
 
     def test_memory_and_chunks_are_the_gpu_s(self) -> None:
         options = replica.parse(

@@ -22,7 +22,6 @@ class TestEmulatedFolder:
         assert tokenizer.decode(list(range(97, 123))) == "abcdefghijklmnopqrstuvwxyz"
         assert tokenizer.encode("<|im_end|>").ids == [259]
         assert json.loads(Path(model.path, "config.json").read_text())["vocab_size"] == 128_256
-        assert model.context_tokens == 131_072
 
     def test_another_model_is_none_of_ours(self) -> None:
         with pytest.raises(ValueError, match=r"unknown model 'gpt' to emulate; there are llama-3\.2-3b"):
