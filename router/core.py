@@ -52,7 +52,7 @@ from router.request_events import RequestEvents
 from router.suspects import Suspects
 from router.throttling import BAD_LIMITS, NO_THROTTLE, Throttling
 from router.worker_events import LEAST_TREE_TOKENS, WorkerEvents
-from router.workers import Placements, Worker, WorkerTable
+from router.workers import Worker, WorkerTable
 from sglang_fair.settings.table import FINISH_S
 
 MAX_HOLD_PART = 32
@@ -88,11 +88,12 @@ class Router:
         """Of this process: after a restart it is another one."""
         self.now_s = 0.0
         self.tree = RadixTree(page_size, max_tree_tokens or LEAST_TREE_TOKENS, MAX_HOLD_PART)
-        self.placements = Placements(placement)
-        self.workers = WorkerTable(self.placements.make)
+        self.placement = placement
+        """Of the first model."""
+        self.workers = WorkerTable(placement)
         self.throttling = throttling or Throttling()
         self.suspects = suspects or Suspects()
-        state = State(self.placements, self.workers, self.tree, self.throttling, self.suspects)
+        state = State(placement, self.workers, self.tree, self.throttling, self.suspects)
         self.record, self.counts = state.record, state.counts
         self.flights = Flights(state, linger_s)
         self._worker_events = WorkerEvents(
@@ -157,7 +158,7 @@ class Router:
             self.throttling.predicted(self.waiting.queued.late(now_s), now_s)
 
     def _planned(self, event: Planned, now_s: float, peer: bytes) -> None:
-        self.placements.first.answer(event.number, event.found, now_s)
+        self.placement.answer(event.number, event.found, now_s)
 
     def _explain(self, event: Explain, now_s: float, peer: bytes) -> Explained:
         found = self.record.find(event.request, event.client, now_s)
@@ -195,7 +196,7 @@ class Router:
     def question(self, now_s: float) -> tuple[int, Work] | None:
         """The work that the placement has for another process, and its number; None mostly. To be asked after each
         event; what it has found is told by `Planned`. With another question the one before is over."""
-        return self.placements.first.question(now_s)
+        return self.placement.question(now_s)
 
     def requests_of(self, peer: bytes) -> int:
         return len(self.flights.of_peer(peer))
@@ -209,7 +210,7 @@ class Router:
         counts, queued = self.counts, self.waiting.queued
         return {
             "placement": self.name,
-            "parameters": _parameters(self.placements.first),
+            "parameters": _parameters(self.placement),
             "workers": {
                 worker.name: {
                     "url": worker.up.url,
@@ -240,7 +241,7 @@ class Router:
             },
             "deficits": {
                 client: {worker: _plain(credit) for worker, credit in row.items()}
-                for client, row in self.placements.credits(MAX_LISTED_CLIENTS).items()
+                for client, row in self.workers.credits(MAX_LISTED_CLIENTS).items()
             },
             "tree": {
                 "page_size": self.tree.page_size,

@@ -6,19 +6,20 @@ from dataclasses import dataclass, field
 import msgspec
 
 from router.events import Done
-from router.placement.contract import Ended, Request
+from router.placement.contract import Ended, Placement, Request
 from router.radix import Hold, Match, RadixTree
 from router.record import PlacementRecord
 from router.suspects import Suspects
 from router.throttling import Throttling
-from router.workers import Placements, Worker, WorkerTable
+from router.workers import Worker, WorkerTable
 
 
 @dataclass(slots=True, eq=False)
 class State:
     """What the handlers of all events share."""
 
-    placements: Placements
+    placement: Placement
+    """Of the first model."""
     workers: WorkerTable
     tree: RadixTree
     throttling: Throttling

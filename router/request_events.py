@@ -55,7 +55,7 @@ class RequestEvents:
 
     def __init__(self, state: State, flights: Flights, worker_events: WorkerEvents) -> None:
         self.waiting = Waiting(state, worker_events.swaps)
-        self._placements, self._workers, self._tree = state.placements, state.workers, state.tree
+        self._workers, self._tree = state.workers, state.tree
         self._throttling, self._suspects = state.throttling, state.suspects
         self._record, self._counts = state.record, state.counts
         self._flights, self._worker_events, self._swaps = flights, worker_events, worker_events.swaps
@@ -193,7 +193,7 @@ class RequestEvents:
     def _weigh(self, event: Arrive | Running) -> None:
         """What the newest tenants' file says of its client, holds for all of that client's requests."""
         if event.weight is not None:
-            self._placements.weigh(event.client, event.weight, event.weight_version, self._present)
+            self._workers.weigh(event.client, event.weight, event.weight_version, self._present)
 
     def _present(self) -> set[str]:
         present = {flight.request.client for flight in self._flights.by_id.values()}

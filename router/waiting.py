@@ -22,7 +22,7 @@ class Waiting:
     """A placement that holds no requests has only suspects wait."""
 
     def __init__(self, state: State, swaps: Swaps) -> None:
-        placement = state.placements.first
+        placement = state.placement
         self.holding = placement if isinstance(placement, Holding) else None
         self.queued = placement if isinstance(placement, Queued) else None
         self.by_id: dict[str, tuple[Request, bytes]] = {}

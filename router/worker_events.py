@@ -28,7 +28,7 @@ class WorkerEvents:
 
     def __init__(self, state: State, flights: Flights, *, finish_s: float, resizes_tree: bool) -> None:
         """`resizes_tree`: the tree's limit follows the workers' capacity."""
-        placement = state.placements.first
+        placement = state.placement
         self._placement = placement
         self._is_holding = isinstance(placement, Holding)
         self._swapping = placement if isinstance(placement, Swapping) else None

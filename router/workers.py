@@ -122,60 +122,19 @@ class Worker:
             self.decode_tokens = 0.0  # drop what rounding has left over
 
 
-class Placements:
-    """A placement for each model, and the weights that they have of clients. One that holds requests is that of all
-    models: the queue of all."""
-
-    def __init__(self, first: Placement) -> None:
-        """`first` is that of the first model; the others are made like it."""
-        self.first = first
-        self.all: list[Placement] = []
-        self._fresh = deepcopy(first)
-
-    def make(self) -> Placement:
-        """For one more model."""
-        if self.all and isinstance(self.first, Holding):
-            return self.first
-        made = deepcopy(self._fresh) if self.all else self.first
-        self.all.append(made)
-        return made
-
-    def weigh(self, client: str, weight: float, version: int, present: Callable[[], Collection[str]]) -> None:
-        """`client` has this weight by the tenants' file of this version. `present` are the clients that have requests,
-        whose weights are kept."""
-        for placement in self.all:
-            weights = placement.weights
-            if weights is None:
-                return
-            if weights.tell(client, weight, version):
-                placement.reweighed(client)
-            if weights.are_many:
-                weights.forget(present().__contains__)
-
-    def credits(self, limit: int) -> dict[str, dict[str, float]]:
-        """Client -> worker -> credit of at most `limit` clients, at the workers of all models."""
-        found: dict[str, dict[str, float]] = {}
-        for placement in self.all:
-            for client, row in placement.credits(limit).items():
-                if client in found:
-                    found[client] |= row
-                elif len(found) < limit:
-                    found[client] = dict(row)
-        return found
-
-
 class WorkerTable:
-    """The workers that are up. Only its methods change who is in it and who takes new requests."""
+    """The workers that are up, and a placement for each model; one that holds requests is that of all models: the queue
+    of all. Only its methods change who is in it and who takes new requests."""
 
-    def __init__(self, make_placement: Callable[[], Placement]) -> None:
-        """Each model has a placement from `make_placement`."""
+    def __init__(self, placement: Placement) -> None:
+        """`placement` is that of the first model; the others are made like it."""
         self.by_name: dict[str, Worker] = {}
         """In the order of names."""
         self.taking: list[Worker] = []
         """Those that take new requests, in the order of names."""
         self.pools: dict[str, Pool] = {}
         """By model. A pool stays without workers: what its placement knows of clients may be of use again."""
-        self._make_placement = make_placement
+        self._placement, self._fresh = placement, deepcopy(placement)
         self._known: frozenset[str] = frozenset()
         """All models that workers have named so far. One whose workers are gone is still not another one."""
         first = self._make_pool("")
@@ -249,6 +208,40 @@ class WorkerTable:
         """Takes back what `peer` has said; the workers that are well again."""
         return [worker for worker in self if self.vote(peer, worker, ok=True)]
 
+    # -- clients
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Each once."""
+        if isinstance(self._placement, Holding):
+            return [self._placement]
+        return [pool.placement for pool in self.pools.values()]
+
+    def weigh(self, client: str, weight: float, version: int, present: Callable[[], Collection[str]]) -> None:
+        """`client` has this weight by the tenants' file of this version. `present` are the clients that have requests,
+        whose weights are kept."""
+        for placement in self.placements:
+            weights = placement.weights
+            if weights is None:
+                return
+            if weights.tell(client, weight, version):
+                placement.reweighed(client)
+            if weights.are_many:
+                weights.forget(present().__contains__)
+
+    def credits(self, limit: int) -> dict[str, dict[str, float]]:
+        """Client -> worker -> credit of at most `limit` clients, at the workers of all models."""
+        found: dict[str, dict[str, float]] = {}
+        for placement in self.placements:
+            for client, row in placement.credits(limit).items():
+                if client in found:
+                    found[client] |= row
+                elif len(found) < limit:
+                    found[client] = dict(row)
+        return found
+
+    # -- looking in
+
     def listing(self, request_id: str, run: str, limits: Posted | None, plans: bool) -> Workers:
         return Workers(
             request_id,
@@ -295,7 +288,9 @@ class WorkerTable:
         self._otherwise = self.nobody
 
     def _make_pool(self, model: str) -> Pool:
-        pool = self.pools[model] = Pool(model, self._make_placement())
+        is_first = not self.pools and not self._known
+        made = self._placement if is_first or isinstance(self._placement, Holding) else deepcopy(self._fresh)
+        pool = self.pools[model] = Pool(model, made)
         return pool
 
     def _list_taking(self) -> None:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 from router.events import TOKEN_BYTES
 from router.radix.blocks import BlockIndex, Run
-from router.radix.masks import WorkerBits, bits
-from router.radix.node import NO_REFS, Node, live, spanning, upwards
+from router.radix.node import NO_REFS, Node, WorkerBits, bits, live, spanning, upwards
 from router.radix.structure import Structure
 
 

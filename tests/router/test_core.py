@@ -294,10 +294,8 @@ def test_long_prompts_of_one_client_leave_what_the_others_have_cached():
 
 def test_a_placement_hears_how_many_requests_one_stands_for():
     made, seen = router("a"), []
-    place = made.placements.first.place
-    made.placements.first.place = lambda request, *more: (
-        seen.append(request.stands_for) or place(request, *more)
-    )
+    place = made.placement.place
+    made.placement.place = lambda request, *more: seen.append(request.stands_for) or place(request, *more)
     for name, more in (("1", {}), ("2", {"stands_for": 12_500})):
         ask(made, name, **more)
     assert seen == [1, 12_500]

@@ -62,7 +62,7 @@ def test_what_waiting_requests_match_is_looked_up_once_and_is_never_out_of_date(
 
     monkeypatch.setattr(Waiting, "_match", checked)
     for seed in range(3):
-        placement = Model("centralized_dlpm").walk(seed, 400).router.placements.first
+        placement = Model("centralized_dlpm").walk(seed, 400).router.placement
         assert not placement._requests | placement._pulled
     assert any(looks)
     assert not all(looks)

@@ -211,7 +211,7 @@ def test_a_question_waits_for_its_answer_as_long_as_a_plan_may_take() -> None:
 
 def test_late_is_where_nobody_could_help_for_two_looks() -> None:
     site = Site(5)
-    qlm = site.core.placements.first
+    qlm = site.core.placement
     for number in range(60):  # of as many clients: all are within their share
         tokens = np.array([number] * 100, "<u4").tobytes()
         due = Due("c", 6.0, 6.0)

@@ -28,7 +28,7 @@ def made(placement: Placement | None = None) -> Router:
 
 def of(router: Router, client: str) -> list[float]:
     """Its weight, as the placements with weights know it."""
-    return [one.weights.of(client) for one in router.placements.all if one.weights is not None]
+    return [one.weights.of(client) for one in router.workers.placements if one.weights is not None]
 
 
 def test_the_placements_with_shares_are_known():
@@ -66,7 +66,7 @@ def test_ten_thousand_names_with_weights_leave_little():
         router.handle(Arrive(name, name, PROMPT, weight=2.0, weight_version=1), 0.0, b"g")
         if number:
             router.handle(Done(name), 0.0, b"g")
-        weights = router.placements.first.weights
+        weights = router.placement.weights
         assert weights is not None
         assert len(weights.items()) <= KEPT + 2
     assert of(router, "0") == [2.0], "it is in flight"

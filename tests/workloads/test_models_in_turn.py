@@ -39,7 +39,7 @@ def test_a_plan_that_always_wants_another_model_starves_none(
 
     def meddled(self: Cluster, router: int, event: Event) -> None:
         tell(self, router, event)
-        queues: Any = self.routers[0].placements.first.queues  # type: ignore[attr-defined]
+        queues: Any = self.routers[0].placement.queues  # type: ignore[attr-defined]
         loaded = {name: queues.workers[name].loaded for name in queues.orders()}
         by_number = queues.groups.by_number
         orders = {
