@@ -10,17 +10,14 @@
 
 What is promised, if no client of tier 1 is served while one of tier 0 waits: as long as a client waits, each other one
 is served at most `ahead` and one request's cost, per weight, beyond that client's start. So no client starves, and two
-that wait all the time differ by at most `ahead` and a request of each, whatever deadlines they claim.
-
-    leaving      a client that owes keeps its start until virtual time has come to it: nothing is gained by pausing,
-                 nor does an idle client save anything up
-    withdrawing  costs nothing
-    names        k invented names are k clients. Costs are not below 1, so requests without end are not free
+that wait all the time differ by at most `ahead` and a request of each, whatever deadlines they claim. Nothing is gained
+by pausing, and withdrawing costs nothing; k invented names are k clients.
 
 Clients that wait only for models that no worker can serve (`serve`) do not hold virtual time up. Each call costs
-O(log clients). Kept are clients that have requests or owe; of those without requests `most_owing`, who owe most.
+O(log clients). Kept are clients that have requests, and of the others `most_owing`, who owe most.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -39,7 +36,7 @@ class _Client:
     """Waiting or running."""
     waiting: float = 0.0
     """Cost of those that wait."""
-    models: dict[str, int] = field(default_factory=dict)
+    models: Counter[str] = field(default_factory=Counter)
     """How many wait, by model."""
 
 
@@ -72,7 +69,8 @@ class Shares:
 
     def is_ahead(self, client: str) -> bool:
         """Whether the next request of this client is ahead of its share."""
-        return self.start(client) > self.virtual + self.ahead
+        account = self._clients.get(client)
+        return account is not None and account.start > self.virtual + self.ahead
 
     def tier(self, client: str) -> int:
         """That one more request of this client has, behind all that it has waiting."""
@@ -87,7 +85,7 @@ class Shares:
     def wait(self, client: str, model: str, cost: float) -> None:
         """A request waits."""
         account = self._open(client)
-        account.models[model] = account.models.get(model, 0) + 1
+        account.models[model] += 1
         account.waiting += cost
         self._stand(account)
         self._go_on()
@@ -125,34 +123,24 @@ class Shares:
                 self._stand(account)
             self._go_on()
 
-    def rename(self, model: str, name: str) -> None:
-        """What waits for `model` waits for `name`."""
-        for account in self._clients.values():
-            if model in account.models:
-                account.models[name] = account.models.get(name, 0) + account.models.pop(model)
-                self._stand(account)
-
     def __len__(self) -> int:
         """Clients that are remembered."""
         return len(self._clients)
-
-    # -- inside
 
     def _open(self, client: str) -> _Client:
         account = self._clients.get(client)
         if account is None:
             account = self._clients[client] = _Client(client, self.virtual)
-        if not account.models:
+        elif not account.models:
             account.start = max(account.start, self.virtual)
-        if not account.requests:
             self._owing.discard(client)
         account.requests += 1
         return account
 
     def _leave(self, account: _Client, model: str, cost: float) -> None:
-        left = account.models.pop(model) - 1
-        if left:
-            account.models[model] = left
+        account.models[model] -= 1
+        if not account.models[model]:
+            del account.models[model]
         account.waiting = account.waiting - cost if account.models else 0.0
 
     def _close(self, account: _Client) -> None:
@@ -161,12 +149,15 @@ class Shares:
         if account.models:
             account.start = max(account.start, self.virtual)
         self._stand(account)
+        self._go_on()
         if not account.requests:
             self._owing.put(account.name, (account.start, account.name))
-            if len(self._owing) > self._most_owing and (least := self._owing.first()) is not None:
+            least = self._owing.first()
+            if least is not None and (
+                len(self._owing) > self._most_owing or self._clients[least].start <= self.virtual
+            ):
                 self._owing.discard(least)
                 del self._clients[least]
-        self._go_on()
 
     def _stand(self, account: _Client) -> None:
         """Its start, or what it waits for, is another."""
@@ -176,12 +167,8 @@ class Shares:
             self._waiting.discard(account.name)
 
     def _go_on(self, gone: float | None = None) -> None:
-        """Virtual time comes to the first start, or to that of the one that went, if none waits. Clients that owe
-        nothing any more are forgotten."""
+        """Virtual time comes to the first start, or to that of the one that went, if none waits."""
         name = self._waiting.first()
         first = gone if name is None else self._clients[name].start
         if first is not None and first > self.virtual:
             self.virtual = first
-        while (client := self._owing.first()) is not None and self._clients[client].start <= self.virtual:
-            self._owing.discard(client)
-            del self._clients[client]

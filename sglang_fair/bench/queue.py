@@ -41,6 +41,7 @@ PLANNED = ("m0", "m1", "m2", "m3")
 MODELS, WORKERS, CLIENTS = 16, 50, 100
 KV_TOKENS, CHUNK_TOKENS = 60_000, 8_192
 COUNTED, LOOKS = 2_000, 20
+NO_MATCH = Match()
 
 Answer = TypeVar("Answer")
 
@@ -116,14 +117,14 @@ class Site:
     def arrive(self, request: Request) -> bool:
         """Whether it waits."""
         views = [view for view in self.views if self.models[view.name] == request.model]
-        chosen = self.placement.place(request, Match(), views, self.now_s)
+        chosen = self.placement.place(request, NO_MATCH, views, self.now_s)
         if chosen is not None:
             self._place(request, chosen)
         return chosen is None
 
     def pull(self) -> Request | None:
         """The next one that leaves the queue."""
-        found = self.placement.next(self.views, lambda _: Match(), self._may, self.now_s)
+        found = self.placement.next(self.views, lambda _: NO_MATCH, self._may, self.now_s)
         if found is not None:
             self._place(*found)
         return None if found is None else found[0]
@@ -140,7 +141,7 @@ class Site:
             self.placement.models.look(self.now_s)
 
     def _place(self, request: Request, worker: str) -> None:
-        self.placement.placed(request, worker, Match(), self.now_s)
+        self.placement.placed(request, worker, NO_MATCH, self.now_s)
         self.sent.append((request, worker))
 
     def _may(self, request: Request, worker: str) -> bool:

@@ -8,6 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.core import Router
+from router.events import Arrive, Done, Due, Event, Place, Running, WorkerUp
+from router.placement import build
 from router.placement.contract import Ended, Equipment, Request
 from router.placement.deadline.line import SLICES, Job, Line
 from router.placement.deadline.models import Models, in_time
@@ -149,7 +152,7 @@ class Driver:
         """Nothing is left of what was here."""
         rule = self.rule
         return not (self.waiting or rule._waiting or rule._leaving) and all(
-            not (line.count or line.counts or line.tokens or line._queues or any(map(len, line._heads)))
+            not (line.count or line.tokens or line._queues or any(map(len, (*line._heads, line._ahead))))
             for line in rule.lines.values()
         )
 
@@ -438,3 +441,36 @@ def test_it_says_how_many_replicas_would_do() -> None:
     driver.run(120.0)
     assert driver.rule.report(driver.now_s)["shortage"] is None
     assert not driver.rule.late(driver.now_s)
+
+
+def test_another_router_goes_on_with_what_runs_and_what_waits() -> None:
+    """After a restart, or where the first of two routers has died: it is told what runs and asked again for what waits.
+    It sends no worker more than that has room for, and all of it in the order of the first one."""
+
+    def made() -> Router:
+        core = Router(build("deadline", chunk_tokens=CHUNK, ahead=1e9), name="deadline", linger_s=0.0)
+        core.handle(WorkerUp("w0", "http://w0", kv_tokens=KV, chunk_tokens=CHUNK), 0.0)
+        return core
+
+    def placed(core: Router, event: Event, now_s: float) -> list[str]:
+        return [one.id for _, one in core.handle(event, now_s, b"g") if isinstance(one, Place)]
+
+    rng, first, second = Random(1), made(), made()
+    asked = {}
+    for number in range(30):
+        slo_s, tokens = rng.choice([100.0, 300.0, 4_000.0]), 4 * bytes([number]) * 500
+        asked[str(number)] = Arrive(str(number), "c", tokens, 500, due=Due("k", slo_s, slo_s))
+    running = [name for one in asked.values() for name in placed(first, one, 1.0)]
+    assert 3 < len(running) < 10
+    for name in running:
+        assert not placed(second, Running(name, "c", asked[name].tokens, 500, worker="w0"), 2.0)
+    for name in [name for name in asked if name not in running]:
+        assert not placed(second, asked[name], 2.0), "there is room that the first one did not have"
+    orders: list[list[str]] = []
+    for core in (first, second):
+        order = list(running)
+        for at in range(30):
+            order += placed(core, Done(order[at], 500, ttft_s=0.1, tpot_s=0.01), 3.0 + at / 10)
+        orders.append(order)
+    assert sorted(orders[0]) == sorted(asked)
+    assert orders[0] == orders[1]

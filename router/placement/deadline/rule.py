@@ -136,9 +136,9 @@ class Deadline(Placement):
             return None
         replica, one = found[0] if len(found) == 1 else min(found, key=self._rank)
         line, name = self.lines[one.request.model], replica.name
-        near = [each for each in line.near(one) if may(each.request, name)]
-        if len(near) > 1 or one not in near:
-            one = min(near, key=lambda each: each.tokens - match(each.request).of(name), default=one)
+        if len(near := line.near(one)) > 1:
+            near.sort(key=lambda each: each.tokens - match(each.request).of(name))
+            one = next((each for each in near if may(each.request, name)), one)
         replica.pulls += 1
         tier = line.tier(one)
         line.remove(one)
@@ -341,6 +341,7 @@ class Deadline(Placement):
         """The only model that there was has a name now."""
         for one in [one for one in self._waiting.values() if one.request.model == ""]:
             self._line("").remove(one)
+            self.shares.wait(one.request.client, model, one.cost)
+            self.shares.withdraw(one.request.client, "", one.cost)
             one.request = structs.replace(one.request, model=model)
             self._line(model).put(one)
-        self.shares.rename("", model)
