@@ -79,11 +79,14 @@ class Blocking(Deadlines):
 
     def measure(self, cell: Cell, outcome: Outcome) -> Mapping[str, Json]:
         """Waiting is until the first token, less the time of a prefill alone: `alone_s` of the replica's model."""
-        waits = []
-        for one in outcome.served:
-            if one.asked.slo_class == "interactive":
-                alone_s = outcome.replicas[0].cost.prefill_s([(one.asked.prompt_tokens, 0)])
-                waits.append(max(1e-3, (one.ttft_s or 0.0) - alone_s))
+        alone, chats = (
+            outcome.replicas[0].cost,
+            [one for one in outcome.served if one.asked.slo_class == "interactive"],
+        )
+        alone_s = [alone.prefill_s([(one.asked.prompt_tokens, 0)]) for one in chats]
+        waits = [
+            max(1e-3, (one.ttft_s or 0.0) - least_s) for one, least_s in zip(chats, alone_s, strict=True)
+        ]
         return {
             **measure(outcome),
             "wait_p50_s": percentile(waits, 0.5),
@@ -95,15 +98,16 @@ class Blocking(Deadlines):
         with_s, without_s, fcfs_s = (
             at[f"{name}.long"]["wait_mean_s"] for name in ("eviction", "none", "fcfs")
         )
-        yield graded(without_s / with_s >= 50, without_s / with_s > 2).claim(f"""Eviction makes the wait of
-            interactive requests many times shorter | 100 to 1000 times | {without_s / with_s:,.0f} times on
+        times = without_s / with_s
+        yield graded(times >= 50, times > 2).claim(f"""Eviction makes the wait of
+            interactive requests many times shorter | 100 to 1000 times | {times:,.0f} times on
             average ({with_s:.2f} s in place of {without_s:.1f} s); {fcfs_s / with_s:,.0f} times against order
             of arrival | Interactive requests wait for requests of their own class too, which no eviction
             takes back, and without eviction they are still first when memory is free.""")
         head = """replica | wait, mean, s = wait_mean_s | wait, P50, s = wait_p50_s | wait, P99, s = wait_p99_s |
             in time = classes/interactive/attained | evictions = evictions | batch done, s = end_s"""
         yield medians("Interactive requests", head, at.values())
-        yield {"wait_ratio_eviction": without_s / with_s}
+        yield {"wait_ratio_eviction": times}
 
 
 # ---- Figure 5
@@ -254,10 +258,9 @@ class Ablation(Deadlines):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         chats = "classes/interactive/attained"
-        eviction, pulling, random = (
-            points(at, "", "all", name, chats) for name in ("eviction", "pulling", "balance")
-        )
         swap = points(at, "", "all", "swap")
+        lost = (points(at, "", "all", name, chats) for name in ("eviction", "pulling", "balance"))
+        eviction, pulling, random = lost
         yield at_least(eviction, 30, 5).claim(f"""Without eviction interactive requests are late | 80 points |
             {eviction:.0f} points of the interactive requests | Continuous batching ends some request every
             moment, and interactive ones are first when memory is free.""")
@@ -315,10 +318,8 @@ class Models(Deadlines):
             yield row(name, one, w_b(ABLATION_RATE), most, label)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        few, many = (
-            [name for name in swept(at) if name.startswith(f"{replicas}.")]
-            for replicas in (SMALL_REPLICAS, PAPER_REPLICAS)
-        )
+        few = [name for name in swept(at) if name.startswith(f"{SMALL_REPLICAS}.")]
+        many = [name for name in swept(at) if name not in few]
         edf = min(ratio(at, name, "qlm", "edf", "throughput_per_s") for name in few + many)
         affine = min(ratio(at, name, "qlm", "affine", "throughput_per_s") for name in few)
         met, met_few = (min(at[f"qlm.{name}"]["attained"] for name in names) for names in (many or few, few))
@@ -329,10 +330,8 @@ class Models(Deadlines):
             below five hundred a second | {met:.1%} at least; on few replicas {met_few:.1%} | Beyond what the
             replicas can serve no order is in time for all.""")
         base = f"qlm.{SMALL_REPLICAS}.{ABLATION_RATE:.0f}"
-        served, cold = (
-            ratio(at, "", base, name, what)
-            for name, what in (("no-swap", "ended"), ("cold", "throughput_per_s"))
-        )
+        served = ratio(at, "", base, "no-swap", "ended")
+        cold = ratio(at, "", base, "cold", "throughput_per_s")
         yield graded(served >= 3, served > 1).claim(f"""Without swapping throughput is lost | 4× |
             {served:.2f}× as many requests are served if models take turns; {cold:.2f}× the throughput of
             loading them from disk | Four of five models have a replica without swapping, and groups make
@@ -510,22 +509,19 @@ class Overhead(Deadlines):
         if cell.traffic.name != "bench":
             return super().run(cell, seed)
         queued, began_s = cell.traffic.arguments["queued"], time.monotonic()
-        few = queued < QUEUED
-        plan = measure_plan(GROUPS // 10 if few else GROUPS, QUEUES // 5 if few else QUEUES, int(seed))
-        calls = measure_calls("qlm", queued, int(seed))
+        size = (GROUPS, QUEUES) if queued == QUEUED else (GROUPS // 10, QUEUES // 5)
+        plan, calls = measure_plan(*size, int(seed)), measure_calls("qlm", queued, int(seed))
         each_ms = sum(calls[f"{kind}_us_p50"] for kind in ("arrive", "pull", "end")) / 1e3
         per_group = queued / plan["groups"]
-        return Measured(
-            {
-                "plan_s": plan["plan_s"],
-                "groups": calls["groups"],
-                "requests_per_group": per_group,
-                "calls_ms": each_ms,
-                "ms_per_request": each_ms + 1e3 * plan["plan_s"] / per_group,
-                "pull_us_p99": calls["pull_us_p99"],
-            },
-            time.monotonic() - began_s,
-        )
+        found = {
+            "plan_s": plan["plan_s"],
+            "groups": calls["groups"],
+            "requests_per_group": per_group,
+            "calls_ms": each_ms,
+            "ms_per_request": each_ms + 1e3 * plan["plan_s"] / per_group,
+            "pull_us_p99": calls["pull_us_p99"],
+        }
+        return Measured(found, time.monotonic() - began_s)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         deltas, kinds, cost = swept(at), ("one", "several"), at["cost"]
@@ -590,11 +586,8 @@ class Needed(Deadlines):
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if is_enough(middle) else (middle, high)
-        found = {str(replicas): met for replicas, met in sorted(tried.items())}
-        return Measured(
-            {"replicas": high, "is_enough": tried[high] >= NEEDED, "attained": tried[high], "tried": found},
-            100.0,
-        )
+        found = {"replicas": high, "is_enough": tried[high] >= NEEDED, "attained": tried[high]}
+        return Measured(found | {"tried": {str(n): met for n, met in sorted(tried.items())}}, 100.0)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         one, several = (ratio(at, kind, "qlm", "shepherd", "replicas") for kind in ("one", "several"))
@@ -604,7 +597,6 @@ class Needed(Deadlines):
             many | SHEPHERD's batches are of one model until they end, so it loads as few models as QLM does,
             and at this rate its lower throughput is enough. QLM, with as few replicas, has some requests wait
             for a model to come back.""")
-        yield medians(
-            "Fewest replicas", "system, models | replicas = replicas | in time = attained", at.values()
-        )
+        columns = "system, models | replicas = replicas | in time = attained"
+        yield medians("Fewest replicas", columns, at.values())
         yield {"gpus_over_shepherd_one": one, "gpus_over_shepherd_several": several}

@@ -397,6 +397,7 @@ class Prediction(vtc.VtcExperiment):
     about = f"""{TOKENS} + {TOKENS} tokens, evenly spaced, overloaded: two clients ({RPM[0]} and {RPM[1]} requests/min),
         or eight ({EIGHT_RPM[0]} and {EIGHT_RPM[7]}). Once with {IN_STEP} requests of all waiting at the start, so that
         requests run in step, as in the paper's engine, which admits every ten decode steps; once as stated."""
+    curves_of = ()
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         for clients, (suffix, waiting) in product(TABLE_5_6, (("", IN_STEP), ("-spread", 0))):
@@ -405,21 +406,14 @@ class Prediction(vtc.VtcExperiment):
             for policy in PREDICTING:
                 yield vtc.row(f"{clients}{suffix}.{policy}", policy, sent)
 
-    def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        return vtc.observe(run, curves_of=())
-
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         for table, clients in (("Table 5", "two"), ("Table 6", "eight")):
             yield from self._claims(at, table, clients)
             what = "The same, requests out of step"
             for title, suffix in ((table, ""), (what, "-spread")):
-                rows = [
-                    vtc.beside_paper(at[f"{clients}{suffix}.{policy}"], theirs)
-                    for policy, theirs in zip(PREDICTING, TABLE_5_6[clients], strict=True)
-                ]
-                yield Table(
-                    f"{title}: {clients} clients (service difference in units/s)", vtc.DIFFERENCE, rows
-                )
+                ours = [at[f"{clients}{suffix}.{policy}"] for policy in PREDICTING]
+                title = f"{title}: {clients} clients (service difference in units/s)"
+                yield vtc.beside_paper(title, ours, TABLE_5_6[clients])
             caption = f"""Largest difference between the accumulated service of {clients} overloaded clients. A
                 difference that stays is of the first seconds, before all are backlogged."""
             drawn = vtc.accumulated(*(at[f"{clients}.{policy}"] for policy in PREDICTING))
@@ -488,10 +482,7 @@ class Profiled(vtc.VtcExperiment):
         yield graded(oracle / fifo <= 0.1, oracle < fair).claim(f"""With an oracle there is almost none left |
             {theirs[0]:.1f} to {theirs[2]:.1f}, {theirs[2] / theirs[0]:.0%} | {fifo:.1f} to {oracle:.1f},
             {oracle / fifo:.0%}""")
-        yield Table(
-            "Table 4: service difference, profiled cost (service difference in units/s)",
-            vtc.DIFFERENCE,
-            [vtc.beside_paper(one, TABLE_4[name]) for name, one in at.items()],
-        )
+        title = "Table 4: service difference, profiled cost (service difference in units/s)"
+        yield vtc.beside_paper(title, at.values(), TABLE_4.values())
         caption = "Largest difference between clients' accumulated service, profiled cost."
         yield Figure("difference", caption, vtc.accumulated(*at.values()))

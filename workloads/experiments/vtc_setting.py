@@ -7,12 +7,13 @@ which has none. Requests are admitted whenever there is room; the paper's engine
 that its requests begin and end several at a time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import ClassVar
 
 from sglang_fair.core.cost import Cost, make_cost
 from workloads.experiments import senders
-from workloads.experiments.claims import Entry
+from workloads.experiments.claims import Table
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
 from workloads.experiments.plots import Figure, Line, Panel, Panels, largest
 from workloads.programs import Outcome
@@ -63,13 +64,15 @@ class VtcExperiment(Simulated):
     """An experiment of the VTC paper: senders of single requests, and everything that the paper measures."""
 
     lengths_s = (LENGTH_S, 180.0)
+    curves_of: ClassVar[Sequence[str] | None] = None
+    """Clients whose curves are kept, if not all."""
 
     def plan(self, length_s: float) -> Plan:
         """Requests arrive for that long, and the run ends there."""
         return Plan(length_s, connections_per_client=CONNECTIONS, sample_s=max(length_s / 20, 1.0))
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        return observe(run)
+        return observe(run, curves_of=self.curves_of)
 
 
 def site(policy: str, options: str = "", **more: Json) -> Site:
@@ -196,10 +199,15 @@ DIFFERENCE = """scheduler | max | max, paper | mean | mean, paper | variance | v
     tokens/s, paper"""
 
 
-def beside_paper(result: Result, paper: Sequence[float] | None, path: str = "difference") -> list[Entry]:
-    ours = result.row(*(f"{path}/{what}" for what in ("max", "avg", "var")), "tokens_per_s")
-    theirs = paper or (None,) * 4
-    return [ours[0], *(entry for pair in zip(ours[1:], theirs, strict=True) for entry in pair)]
+def beside_paper(
+    title: str, results: Iterable[Result], paper: Iterable[Sequence[float] | None], path: str = "difference"
+) -> Table:
+    """Service differences, each number beside the paper's."""
+    paths, rows = [*(f"{path}/{what}" for what in ("max", "avg", "var")), "tokens_per_s"], []
+    for one, theirs in zip(results, paper, strict=True):
+        pairs = zip(map(one.shown, paths), theirs or (None,) * 4, strict=True)
+        rows.append([one.cell.title, *(entry for pair in pairs for entry in pair)])
+    return Table(title, DIFFERENCE, rows)
 
 
 RATE = "service rate, units/s"

@@ -122,8 +122,8 @@ class ArenaTrace(Simulated):
             ("Table 2: service difference", linear, "difference", TABLE_2),
             ("Table 3: service difference, profiled cost", profiled, "difference_profiled", TABLE_3),
         ):
-            rows = [vtc.beside_paper(one, theirs.get(label), path) for label, one in of.items()]
-            yield Table(f"{title} (service difference in units/s)", vtc.DIFFERENCE, rows)
+            title += " (service difference in units/s)"
+            yield vtc.beside_paper(title, of.values(), map(theirs.get, of), path)
         ranks = "scheduler | 1st to 9th (fewest) | 10th to 17th | 26th and 27th (most) | refused, %"
         title = "Wait for the first token, or the run's end, mean in s, by a client's rank in requests"
         charged = [profiled[label] for label in ("FCFS", *COUNTING)]
