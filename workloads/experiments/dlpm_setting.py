@@ -187,25 +187,27 @@ def observe(run: Run) -> dict[str, Json]:
     """What Figure 7 measures, and the hit rate, the service difference and how evenly replicas were used."""
     found = summarize(run)
     good = [client for client in found.clients.values() if client.well_behaved]
+    same = (
+        "service_rate",
+        "actual_rate",
+        "jain",
+        "jain_actual",
+        "ttft_p50_s",
+        "ttft_p99_s",
+        "hit_rate",
+        "backlog_s",
+    )
     kept = ("programs", "finished", "service_rate", "actual_rate", "hit_rate")
     return {
-        "service_rate": found.service_rate,
-        "actual_rate": found.actual_rate,
+        **{name: getattr(found, name) for name in (*same, "bound")},
         "tokens_per_s": found.throughput_tokens_per_s,
-        "jain": found.jain,
-        "jain_actual": found.jain_actual,
         "p50_s": found.well_behaved_p50_s,
         "p99_s": found.well_behaved_p99_s,
         "p50_cut": found.p50_at_least,
         "p99_cut": found.p99_at_least,
-        "ttft_p50_s": found.ttft_p50_s,
-        "ttft_p99_s": found.ttft_p99_s,
         "ttft_p50_cut": any(one.ttft_p50 is not None and one.ttft_p50.at_least for one in good),
         "ttft_p99_cut": any(one.ttft_p99 is not None and one.ttft_p99.at_least for one in good),
-        "hit_rate": found.hit_rate,
         "difference": found.service_difference,
-        "backlog_s": found.backlog_s,
-        "bound": found.bound,
         "imbalance": imbalance(run),
         "clients": {name: {what: getattr(one, what) for what in kept} for name, one in found.clients.items()},
     }
@@ -291,17 +293,16 @@ def observe_curves(run: Run, window_s: float, step_s: float) -> dict[str, Json]:
     table = Requests(run)
     client_side, actual = (Windows(table, side=side, window_s=window_s) for side in ("client", "actual"))
     times = regular_times(run.end.t_s, step_s=step_s, window_s=window_s)
-    rates, computed = client_side.service_rate(times), actual.service_rate(times)
-    responses = client_side.response_time(times)
-    return observe(run) | {
-        "end_s": run.end.t_s,
-        "curves": {
-            "times_s": list(times),
-            "service": {name: rounded(rates[name] or (), PLOTTED) for name in client_side.clients},
-            "actual": {name: rounded(computed[name] or (), PLOTTED) for name in client_side.clients},
-            "response_s": {name: rounded(responses[name], PLOTTED) for name in client_side.clients},
-        },
+    curves = {
+        "service": client_side.service_rate(times),
+        "actual": actual.service_rate(times),
+        "response_s": client_side.response_time(times),
     }
+    kept = {
+        what: {name: rounded(found[name] or (), PLOTTED) for name in client_side.clients}
+        for what, found in curves.items()
+    }
+    return observe(run) | {"end_s": run.end.t_s, "curves": {"times_s": list(times), **kept}}
 
 
 OVER_TIME: Mapping[str, str] = {

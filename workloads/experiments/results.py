@@ -97,8 +97,8 @@ def _reported(experiment: Experiment, records: Sequence[Record], cells: Iterable
 def page(records: Sequence[Record], experiments: Mapping[str, Experiment], plots: str = "results") -> str:
     """The whole page, in Markdown. `plots` is the folder of the plots, seen from the page."""
     found = reports(records, experiments)
-    parts = [INTRODUCTION, _summary(found), _differences(found), *(_section(one, plots) for one in found)]
-    return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
+    parts = [INTRODUCTION, _overview(found), *(_section(one, plots) for one in found)]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
 def figure_file(experiment: str, figure: Figure, suffix: str) -> str:
@@ -127,27 +127,24 @@ def draw(found: Iterable[Reported], folder: Path, suffixes: Sequence[str] = ("pn
 # ---- the parts of the page
 
 
-def _summary(found: Sequence[Reported]) -> str:
+def _overview(found: Sequence[Reported]) -> str:
+    claims = [(one.experiment.source, one.anchor, claim) for one in found for claim in one.report.claims]
+    yes, partly, no = (sum(claim.holds == verdict for *_, claim in claims) for verdict in HOLDS)
     rows = [
-        (f"[{one.experiment.source}](#{one.anchor})", claim.text, claim.paper, claim.ours, HOLDS[claim.holds])
-        for one in found
-        for claim in one.report.claims
+        (f"[{source}](#{anchor})", claim.text, claim.paper, claim.ours, HOLDS[claim.holds])
+        for source, anchor, claim in claims
     ]
-    held = [str(claim.holds) for one in found for claim in one.report.claims]
-    yes, partly, no = (held.count(verdict) for verdict in HOLDS)
-    head = f"Of {len(held)} claims {yes} hold here, {partly} hold in part, {no} do not."
-    table = _markdown(("source", "claim", "paper", "here", "holds"), rows, words=5)
-    return f"## Every claim\n\n{head}\n\n{table}"
-
-
-def _differences(found: Sequence[Reported]) -> str:
-    lines = [
-        f"- **{one.experiment.source}**: {claim.text}. Paper: {claim.paper}. Here: {claim.ours}. {claim.why}".rstrip()
-        for one in found
-        for claim in one.report.claims
+    differences = [
+        f"- **{source}**: {claim.text}. Paper: {claim.paper}. Here: {claim.ours}. {claim.why}".rstrip()
+        for source, _, claim in claims
         if claim.holds != "yes"
     ]
-    return "## Where we differ, and why\n\n" + "\n".join(lines) if lines else ""
+    head = f"Of {len(rows)} claims {yes} hold here, {partly} hold in part, {no} do not."
+    table = _markdown(("source", "claim", "paper", "here", "holds"), rows, words=5)
+    parts = ["## Every claim", head, table]
+    if differences:
+        parts += ["## Where we differ, and why", "\n".join(differences)]
+    return "\n\n".join(parts)
 
 
 def _section(one: Reported, plots: str) -> str:
