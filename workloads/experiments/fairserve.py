@@ -257,19 +257,16 @@ class Table3(Crowded):
     schedulers = ("rpm", "vtc", "fs-w", "fs", "literal", "dlpm")
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        def over(path: str, other: str) -> float:
-            return at["fs"][path] / at[other][path]
+        fs, vtc, rpm = at["fs"], at["vtc"], at["rpm"]
 
-        def tokens(name: str, app: str) -> float:
-            return at[name][f"apps/{app}/prompt_tokens"] + at[name][f"apps/{app}/output_tokens"]
+        def tokens(one: Result, app: str) -> float:
+            return one[f"apps/{app}/prompt_tokens"] + one[f"apps/{app}/output_tokens"]
 
-        prompts, prompts_rpm = (over("prompt_per_s", other) for other in ("vtc", "rpm"))
-        outputs, outputs_rpm = (over("decode_per_s", other) for other in ("vtc", "rpm"))
-        ttft = at["rpm"]["good/ttft_s"] / at["fs"]["good/ttft_s"]
-        users, rpm_users = (at[name]["good/served_part"] for name in ("fs", "rpm"))
-        apps = [
-            tokens("fs", app) / tokens("rpm", app) for app in at["fs"].first["apps"] if tokens("rpm", app)
-        ]
+        prompts, prompts_rpm = (fs["prompt_per_s"] / other["prompt_per_s"] for other in (vtc, rpm))
+        outputs, outputs_rpm = (fs["decode_per_s"] / other["decode_per_s"] for other in (vtc, rpm))
+        ttft = rpm["good/ttft_s"] / fs["good/ttft_s"]
+        users, rpm_users = fs["good/served_part"], rpm["good/served_part"]
+        apps = [tokens(fs, app) / tokens(rpm, app) for app in fs.first["apps"] if tokens(rpm, app)]
         yield at_least(prompts, 1, 0.9).claim(f"""FS(W+I) computes as many prompt tokens as VTC | 1.005× |
             {prompts:.3f}× | VTC also answers the calls of abusers that FS(W+I) refuses, and the GPU is never
             idle for either.""")
@@ -336,7 +333,7 @@ class Table4(Simulated):
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         sent = {name: round((1.0 if full else 0.15) * count) for name, count in REQUESTS.items()}
-        for name in ("rpm", "vtc", "fs-w", "fs", "dlpm"):
+        for name in Delay.schedulers:
             one = replace(site(name), replicas=1, limits={}, throttle="none")
             yield Row(name, one, TrafficSpec("three", {"requests": sent}), SCHEDULERS[name].label)
 
@@ -359,8 +356,7 @@ class Table4(Simulated):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         rpm, vtc, fs = (at[name]["apps/app12/prompt_per_s"] for name in ("rpm", "vtc", "fs"))
-        wasted, less = (at[name]["wasted"] for name in ("vtc", "fs"))
-        times = vtc / rpm if rpm else None
+        wasted, less, times = at["vtc"]["wasted"], at["fs"]["wasted"], vtc / rpm if rpm else None
         yield graded(times is None or times >= 10, times is not None and times > 1).claim(f"""VTC gives the
             light application many times what first come, first served does | 24× | {vtc:,.0f} against
             {rpm:,.0f} tokens/s | It depends on who comes first, which the paper does not say.""")

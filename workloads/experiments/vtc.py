@@ -363,11 +363,10 @@ class Weighted(vtc.VtcExperiment):
         yield vtc.row("weighted", "vtc", sent, "weighted VTC", client_weights=WEIGHTS)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        parts, shown, due = {}, {}, [weight / sum(WEIGHTS.values()) for weight in WEIGHTS.values()]
-        for name, one in at.items():
-            got = [one[f"clients/{client}/service"] for client in WEIGHTS]
-            parts[name] = [service / sum(got) for service in got]
-            shown[name] = " : ".join(f"{part / parts[name][0]:.2f}" for part in parts[name])
+        got = {name: [one[f"clients/{client}/service"] for client in WEIGHTS] for name, one in at.items()}
+        parts = {name: [service / sum(all_) for service in all_] for name, all_ in got.items()}
+        shown = {name: " : ".join(f"{one / all_[0]:.2f}" for one in all_) for name, all_ in parts.items()}
+        due = [weight / sum(WEIGHTS.values()) for weight in WEIGHTS.values()]
         uneven = max(parts["equal"]) / min(parts["equal"]) - 1
         off = max(abs(part / right - 1) for part, right in zip(parts["weighted"], due, strict=True))
         yield at_most(uneven, 0.05, 0.15).claim(f"""Without weights all receive the same | equal |
@@ -447,8 +446,8 @@ class Prediction(vtc.VtcExperiment):
             VTC is close to that.""")
         speeds = [one["tokens_per_s"] for one in (plain, noisy, oracle)]
         yield graded(max(speeds) <= 1.02 * min(speeds)).claim(f"""{table}: throughput is unchanged |
-            {" / ".join(f"{row[3]:g}" for row in TABLE_5_6[clients]) + " tokens/s"} |
-            {" / ".join(f"{speed:,.0f}" for speed in speeds) + " tokens/s"}""")
+            {" / ".join(f"{row[3]:g}" for row in TABLE_5_6[clients])} tokens/s |
+            {" / ".join(f"{speed:,.0f}" for speed in speeds)} tokens/s""")
 
 
 TABLE_4: Mapping[str, tuple[float, ...]] = {

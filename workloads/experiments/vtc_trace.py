@@ -1,5 +1,6 @@
 """VTC, Figures 12, 13, 14 and 18, Tables 2 and 3: a trace of 27 clients, a few of which send most of it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
@@ -61,12 +62,11 @@ TABLE_3: Mapping[str, tuple[float, ...]] = {
 def come_and_go(trace: Trace, seed: str) -> Trace:
     """The same requests, but every other client sends all of its own within 0.3 to 0.7 of the time. Rates in the
     authors' trace are "highly dynamic", and a third of its most active clients come minutes after the start."""
-    spans: dict[str, tuple[float, float]] = {}
-    for client in sorted({request.client for request in trace.requests}):
+    spans, moved = {}, []
+    for client in {request.client for request in trace.requests}:
         rng = seeded(seed, "arena", client, "span")
         part = rng.uniform(0.3, 0.7) if rng.random() < 0.5 else 1.0
         spans[client] = rng.uniform(0.0, 1.0 - part) * trace.duration_s, part
-    moved = []
     for request in trace.requests:
         start_s, part = spans[request.client]
         moved.append(replace(request, arrival_s=start_s + part * request.arrival_s))
@@ -95,10 +95,8 @@ class ArenaTrace(Simulated):
         return whole.between(0.0, cell.traffic.arguments["duration_s"]).clients(PackedCodec(), seed=seed)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
-        sent = dict.fromkeys(run.manifest.clients, 0)
-        for record in run.requests:
-            sent[record.client] += 1
-        ranked = [name for _, name in sorted((count, name) for name, count in sent.items())]
+        sent = Counter(record.client for record in run.requests)
+        ranked = sorted(run.manifest.clients, key=lambda name: (sent[name], name))
         drawn = {str(rank): ranked[rank - 1] for rank in RANKS if rank <= len(ranked)}
         found = vtc.observe(run, curves_of=list(drawn.values()))
         kept = ("sent", "refused", "service", "waited_s")
@@ -131,9 +129,9 @@ class ArenaTrace(Simulated):
         yield Table("Figure 18: the same, profiled cost", ranks, [_row(one) for one in charged])
         ordinals = f"{RANKS[0]}th, {RANKS[1]}th, {RANKS[2]}th and {RANKS[3]}th"
         caption = f"Figure 12: response time of the clients that rank {ordinals} in requests."
-        limits = {label: one for label, one in linear.items() if "RPM" in label and label != "RPM(10)"}
-        yield Figure("response", caption, _responses({"FCFS": linear["FCFS"], "VTC": linear["VTC"]}))
+        yield Figure("response", caption, _responses({label: linear[label] for label in ("FCFS", "VTC")}))
         caption = "Figure 13: the same under limits of requests a minute."
+        limits = {label: one for label, one in linear.items() if "RPM" in label and label != "RPM(10)"}
         yield Figure("rpm-response", caption, _responses(limits))
         swept = [limit for limit in LIMITS if f"RPM({limit})" in linear]
         lines = {"RPM": (swept, [linear[f"RPM({limit})"].median("tokens_per_s") for limit in swept])}
@@ -228,18 +226,24 @@ def _waits(
 
 
 def _row(result: Result) -> list[Entry]:
-    refused: list[float] = []
-    for run in result.runs:
-        clients = run["clients"].values()
-        refused.append(100 * sum(one["refused"] for one in clients) / sum(one["sent"] for one in clients))
+    refused, sent = (
+        [sum(client[what] for client in run["clients"].values()) for run in result.runs]
+        for what in ("refused", "sent")
+    )
     waits = (_waits(result, ranks) for ranks in (slice(9), MEDIUM, slice(-2, None)))
-    return [result.cell.title, *waits, median(refused)]
+    return [
+        result.cell.title,
+        *waits,
+        median(100 * one / all_ for one, all_ in zip(refused, sent, strict=True)),
+    ]
 
 
 def _responses(found: Mapping[str, Result]) -> Panels:
-    panels = []
-    for label, one in found.items():
-        drawn = one.first["drawn"]
-        lines = {f"client of rank {rank}": one.curve("response_s", name) for rank, name in drawn.items()}
-        panels.append(Panel(y=vtc.RESPONSE, title=label, lines=lines))
-    return [panels]
+    lines = {
+        label: {
+            f"client of rank {rank}": one.curve("response_s", name)
+            for rank, name in one.first["drawn"].items()
+        }
+        for label, one in found.items()
+    }
+    return [[Panel(vtc.RESPONSE, curves, title=label) for label, curves in lines.items()]]
