@@ -54,7 +54,7 @@ def test_a_result_has_medians_and_ranges_over_seeds():
     )
     assert result.values("a/b") == [3.0, 1.0]
     assert result.median("a/b") == 2.0
-    assert result.row("a/b") == ["vtc", "2 (1 to 3)"]
+    assert result.shown("a/b") == "2 (1 to 3)"
     assert result.median("a/c") is None
     for path, known in (("a/b", 2), ("a/c", 0)):
         with pytest.raises(ValueError, match=f"{known} of 3 runs have {path}"):

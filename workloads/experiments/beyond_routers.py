@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from workloads.experiments import dlpm_setting as dlpm
-from workloads.experiments.claims import Part, Table, at_least, at_most
-from workloads.experiments.contract import Cell, Json, Result, Row
+from workloads.experiments.claims import Part, at_least, at_most
+from workloads.experiments.contract import Cell, Json, Result, Row, medians
 from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.senders import judge, sender, traffic
 from workloads.records import Run
@@ -39,11 +39,11 @@ class Routers(dlpm.A10GExperiment):
         replicas = REPLICAS if full else 2
         rates = {name: dlpm.JUDGE.rate_per_s(load * replicas) for name, load in LOADS.items()}
         sent = traffic("judge", *(sender(name, judge(2), rate) for name, rate in rates.items()))
-        for ingress, (_, parts) in INGRESS.items():
+        for ingress, (called, parts) in INGRESS.items():
             for placement in PLACEMENTS if full else ("d2lpm",):
                 fields: Json = {"placement": placement, "client_weights": WEIGHTS, "ingress": parts}
                 site = dlpm.a10g("d2lpm", replicas, **fields, **dlpm.JUDGE.quanta)
-                yield Row(f"{ingress}.{placement}", site, sent)
+                yield Row(f"{ingress}.{placement}", site, sent, called)
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         length_s = cell.plan.duration_s
@@ -63,16 +63,10 @@ class Routers(dlpm.A10GExperiment):
             shares, and they do so only while both clients wait at them.""")
         yield at_least(cost, 0.97, 0.9).claim(f"""A second router costs no throughput | | {cost:.2f}× at worst
             | Each router knows only its own requests' load, and both send to the same replica at times.""")
-        rows = []
-        for name, one in at.items():
-            ingress, placement = name.split(".")
-            numbers = one.row("ratio", "tokens_per_s", "hit_rate", "imbalance")[1:]
-            rows.append([INGRESS[ingress][0], PLACEMENTS[placement], *numbers])
-        yield Table(
-            "Medians over seeds (lowest to highest)",
-            "routers | placement | actual service, heavy : light | tokens/s | hit rate | imbalance",
-            rows,
-        )
+        columns = """routers | placement = placements | actual service, heavy : light = ratio |
+            tokens/s = tokens_per_s | hit rate = hit_rate | imbalance = imbalance"""
+        placements = {name: PLACEMENTS[one.cell.site.placement] for name, one in at.items()}
+        yield medians("Medians over seeds (lowest to highest)", columns, at.values(), placements=placements)
         there = {name: label for name, label in PLACEMENTS.items() if f"one.{name}" in at}
         groups, panels = [title.replace(", ", ",\n") for title, _ in INGRESS.values()], []
         for unit, path in (("service, heavy : light", "ratio"), ("tokens/s", "tokens_per_s")):

@@ -153,10 +153,6 @@ class Result:
             raise ValueError(f"cell {self.cell.name}: {len(values)} of {len(self.runs)} runs have {path}")
         return median(values)
 
-    def row(self, *paths: str, digits: int = 3) -> list[Entry]:
-        """A table's row: what it is called, and what is at these paths."""
-        return [self.cell.title, *(self.shown(path, digits) for path in paths)]
-
     def curves(self, what: str) -> dict[str, Line]:
         """The clients' curves with the first seed, where the experiment keeps `what` of each over common times."""
         curves = self.first[CURVES]

@@ -535,12 +535,9 @@ class Overhead(Deadlines):
         head = """models, delta | in time = attained | requests/s = throughput_per_s | plans = plans |
             models loaded = swaps"""
         yield medians("In time", head, [at[f"{name}.{delta}"] for name in kinds for delta in deltas])
-        paths = ("requests_per_group", "plan_s", "calls_ms", "ms_per_request", "pull_us_p99")
-        yield Table(
-            "CPU time",
-            "queued, a group | plan, s | arrival, pull and end, ms | a request, ms | pull, P99 µs",
-            [cost.row(*paths)[1:]],
-        )
+        head = """queued, a group = requests_per_group | plan, s = plan_s | arrival, pull and end, ms = calls_ms |
+            a request, ms = ms_per_request | pull, P99 µs = pull_us_p99"""
+        yield medians("CPU time", head, [cost])
         yield {"loss_delta_4": lost, "ms_per_request": each_ms}
 
 

@@ -329,8 +329,8 @@ class Pools(vtc.VtcExperiment):
             """pool, tokens | request, tokens | difference in step, units | difference out of step, units |
             bound 2U, units | tokens/s""",
             [
-                [f"{pool:,}", f"{length} + {length}", *at[name].row("accumulated/max")[1:],
-                 *at[f"{name}.spread"].row("accumulated/max")[1:], bounds[name], at[name].shown("tokens_per_s")]
+                [f"{pool:,}", f"{length} + {length}", at[name].shown("accumulated/max"),
+                 at[f"{name}.spread"].shown("accumulated/max"), bounds[name], at[name].shown("tokens_per_s")]
                 for name, (pool, length, _) in POOLS.items()
             ],
         )  # fmt: skip
