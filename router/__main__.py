@@ -25,7 +25,6 @@ from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common import tls
 from sglang_fair.common.files import read_json
 from sglang_fair.common.guard import named
-from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.core.throttle import make_rules
 from sglang_fair.settings import protection, table
@@ -112,8 +111,6 @@ def make_throttling(settings: table.Throttling) -> Throttling:
 def check(settings: table.Router) -> None:
     """Raises SettingError for settings that cannot be served with."""
     check_protection(settings)
-    if settings.placement == "qlm" and (missing := missing_extra("scipy")):
-        raise SettingError(missing, "placement")
     workers(settings)
     sources(settings)
     make_router(settings)

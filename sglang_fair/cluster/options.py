@@ -14,7 +14,6 @@ from router.placement import build, parameters, parse_options, plans
 from sglang_fair.cluster import models
 from sglang_fair.common.deadlines import DEFAULT_CLASSES
 from sglang_fair.common.files import read_json
-from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import make_policy
 from sglang_fair.core import options as policy_options
@@ -175,8 +174,6 @@ def check(options: Options) -> None:
             make()
         except ValueError as error:
             raise ConfigError(str(error), field) from None
-    if options.placement == "qlm" and (missing := missing_extra("scipy")):
-        raise ConfigError(missing, "placement")
     if options.scale_up and not plans(options.placement_name()):
         raise ConfigError(
             "--scale-up is for --placement deadline or qlm, which say what is missing", "scale_up"

@@ -10,7 +10,6 @@ EXTRAS = {
     "matplotlib": ("workloads", "plots"),
     "psycopg": ("postgres", "--batches postgresql://…"),
     "python_multipart": ("batches", "--batches"),
-    "scipy": ("qlm", "placement qlm"),
     "sqlalchemy": ("batches", "--batches"),
 }
 """Packages, each with the extra that has it and what needs it. Ray's, Redis' and OpenTelemetry's are asked for

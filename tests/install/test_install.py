@@ -103,8 +103,6 @@ def test_with_one_nothing_is_said() -> None:
 @pytest.mark.parametrize(
     ("package", "main", "words"),
     [
-        ("scipy", "router.__main__", "--bind tcp://127.0.0.1:9 --placement qlm"),
-        ("scipy", "sglang_fair.cluster.__main__", "--placement qlm"),
         ("python_multipart", "sglang_fair.cluster.__main__", "--batches here"),
         (
             "python_multipart",

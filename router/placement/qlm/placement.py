@@ -53,8 +53,8 @@ class Qlm(Placement):
     """`delta`: average batches in a group. `literal`: waits by Equations 1-5. `evicts`: workers take requests back for
     more urgent ones (policy `slo`), so these may be sent beyond the window. `kv_tokens` and `chunk_tokens`: of a worker
     that says nothing. `slo_s`: of requests that were promised nothing. `every_s`, `patience_s`: how often is planned,
-    and how long a plan may take. `solver`: search, milp (exact, for few groups), or auto: search, and milp too for few
-    groups. `plan_work`: how much the search may consider. ValueError for a parameter that is none."""
+    and how long a plan may take. `solver`: search, exact, or auto: search, and exact too for few groups. `plan_work`:
+    how much the search may consider. ValueError for a parameter that is none."""
 
     delta: float = 4.0
     literal: bool = False

@@ -12,7 +12,7 @@ The model is that of QLM (Equations 6-13), corrected. For a queue of groups i at
 with drain W (`Demand.drain_s`): how long until those behind it begin; tail C - W: how long its last request still
 writes; slack: until the earliest deadline of its requests. A group that has begun stays at its worker.
 
-`worth` is this definition written out. `search` and `milp` compute the same in other ways. `edf` is the order until a
+`worth` is this definition written out. `search` computes the same in another way. `edf` is the order until a
 plan comes, and where the search starts. With `stays` a deadline of an hour does not cause a swap now.
 """
 

@@ -1,9 +1,11 @@
-"""The global scheduler: orders for all queues by local search, and exactly (`milp`) for a few groups. Pure.
+"""The global scheduler (QLM, Equations 6-13): orders for all queues by local search, exactly for a few groups. Pure.
 
     starts     EDF, and by the time by which a group has to be done; the better one goes on
     insert     a group is taken out and put where it does best, over all places of all queues
     restarts   when that does not help: some groups of the best orders found are taken out at random and put back one
                by one where they do best
+    exact      branch and bound from there: queue by queue each order of what is left, unless it is worth less already.
+               Up to `FEW` groups; where it is asked for, of any number, as far as its work goes
 
 Deterministic, and bounded by the groups that it looks at, not by time. The result is complete, so a queue never stands
 still because a deadline cannot be met, and never worse than any start. As long as groups are late, they and those in
@@ -25,18 +27,21 @@ from router.placement.qlm.problem import (
     assign,
     can_serve,
     edf,
-    worth,
 )
 
 MOST_WORK = 1_500_000
 """Groups that a search may look at."""
+FEW = 6
+"""Groups for which `auto` is exact, too."""
+EXACT_WORK = 200_000
+"""Beginnings of orders that are looked at, at most: a second or two."""
 MOST_REMOVED = 12
 """Groups that a restart takes out."""
 MOST_RESTARTS = 60
 """In a row without a better result."""
 
-Solver = Literal["auto", "search", "milp"]
-SOLVERS: tuple[Solver, ...] = ("auto", "search", "milp")
+Solver = Literal["auto", "search", "exact"]
+SOLVERS: tuple[Solver, ...] = ("auto", "search", "exact")
 
 
 class Answer(NamedTuple):
@@ -58,22 +63,42 @@ class Found(NamedTuple):
 
 def plan(problem: Problem, *, solver: Solver = "auto", most_work: int = MOST_WORK, seed: int = 0) -> Answer:
     """The best orders found, the same for the same arguments: by search, and exactly too where few groups are late
-    (auto) or always (milp). ValueError for an unknown solver."""
+    (auto) or always (exact). ValueError for an unknown solver."""
     if solver not in SOLVERS:
         raise ValueError(f"solver is one of {', '.join(SOLVERS)}, not {solver!r}")
     found = search(problem, most_work=most_work, seed=seed)
-    orders: Orders = found.orders
-    best = found.worth
-    if solver != "search":
-        from router.placement.qlm import (
-            milp,
-        )  # it takes numpy and scipy, which the router itself does not load
+    if solver == "exact" or (solver == "auto" and found.worth.late_s and len(problem.demands) <= FEW):
+        found = exact(problem, found)
+    late = sum(slot.late_s > 0 for slot in all_slots(problem, found.orders))
+    return Answer(found.orders, late, found.worth.late_s)
 
-        if solver == "milp" or (best.late_s and len(problem.demands) <= milp.MOST_GROUPS):
-            exact = milp.solve(problem, starts=solver == "milp")
-            if exact is not None and worth(problem, exact).rounded() < best:
-                orders, best = exact, worth(problem, exact).rounded()
-    return Answer(orders, sum(slot.late_s > 0 for slot in all_slots(problem, orders)), best.late_s)
+
+def exact(problem: Problem, found: Found) -> Found:
+    """The best of all orders, if `EXACT_WORK` suffices; never worse than what was `found` before."""
+    queues, orders, best, work = problem.queues, found.orders, found.worth, 0
+
+    def descend(at: int, front: "_Front", left: list[Demand], before: Worth, placed: list[list[int]]) -> None:
+        """`front` of queue `at` stands, with all of the queues before; `left` are to follow."""
+        nonlocal orders, best, work
+        work += 1
+        so_far = Worth(before.late_s + front.late_s, before.waiting_s + front.waiting_s)
+        if work > EXACT_WORK or so_far.rounded() >= best:
+            return
+        if not left:
+            orders, best = {queue.worker: [] for queue in queues}, so_far.rounded()
+            orders.update(zip(orders, placed, strict=False))
+            return
+        for number, demand in enumerate(left):
+            if can_serve(queues[at], demand):
+                others = left[:number] + left[number + 1 :]
+                here = [*placed[:at], [*placed[at], demand.number]]
+                descend(at, front.then((demand,)), others, before, here)
+        if at + 1 < len(queues):
+            descend(at + 1, _empty(queues[at + 1]), left, so_far, [*placed, []])
+
+    if queues:
+        descend(0, _empty(queues[0]), list(problem.demands), Worth(0.0, 0.0), [[]])
+    return found._replace(orders=orders, worth=best)
 
 
 def search(problem: Problem, *, most_work: int = MOST_WORK, seed: int = 0) -> Found:

@@ -1,7 +1,5 @@
 """Virtual queues: every group is in one whatever a plan says, a worker pulls until its memory is full."""
 
-import subprocess
-import sys
 from collections import Counter
 from math import inf
 from random import Random
@@ -228,15 +226,6 @@ def test_what_nobody_can_serve_waits_for_a_worker() -> None:
     assert site.stranded == [1]
     site.ended("x")
     assert (site.stranded, len(site.groups)) == ([], 0)
-
-
-def test_the_router_s_part_does_not_load_scipy() -> None:
-    """They are for the process that plans: scipy alone takes a second and 40 MB."""
-    code = "import sys, router.placement.qlm; print(*sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = {name.split(".")[0] for name in told.stdout.split()}
-    assert "router" in loaded
-    assert "scipy" not in loaded
 
 
 # ---- workers that take requests back
