@@ -11,7 +11,7 @@ are the engine's to judge. Everything else about a candidate is decided here:
     eviction      which running requests are taken back for a more urgent one, if the policy has that (`preemption`)
     target        all requests of a client above its share of those that run are passed over while these would take
                   longer than the target (`Steps.holds_back`); the server's own and retracted ones never are
-    places        the same where the places that are left are others' (`Steps.crowds_out`), if none is due
+    places        the same where the places that are left are others' (`places`), if none is due
 
 The engine is reached through one function, `match`. It calls `refuses`, `arrive`, `leave`, `retract` and `evict` as
 requests come and go; for each batch `begin_pass`, `chunk_tokens`, `goes_on` with `chunk_of` and `extend` for the prompt
@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listeners
 from sglang_fair.core.payers import path_of
+from sglang_fair.core.places import Places
 from sglang_fair.core.preemption import Preemption
 from sglang_fair.core.prefixes import Prefixes
 from sglang_fair.core.queue import FairQueue
@@ -80,13 +81,16 @@ class Admission:
         self.listeners = Listeners(self.record, self._prefixes, self._rule)
         if self.preemption is not None:
             self.listeners.add(self.preemption)
+        self._places: Places | None = None
+        if steps is not None and queue.policy.keeps_places:
+            self._places = Places(queue.policy.weights, self.record.waits.has_turn)
+            self.listeners.add(self._places)
+            queue.reweighed.append(self._places.reweigh)
         self._cached_tokens = 0
         self._corrections_left = CORRECTIONS_PER_PASS
         self._deferrals_left = DEFERRALS_PER_PASS
         self._passed_over: Job | None = None
         """The last candidate, if `confirm` was False."""
-        self._stuck: set[str] = set()
-        """Clients that the engine has passed over since it last admitted one of their requests."""
         self._gave_way = False
         """The prompt that was cut did not go on in the last pass, for another one."""
         self._held = False
@@ -114,7 +118,6 @@ class Admission:
 
     def leave(self, job: Job) -> None:
         """A waiting request was aborted."""
-        self._stuck.discard(job.client)
         self.queue.leave(job.id)
         self.listeners.notify("leave", job)
 
@@ -195,7 +198,8 @@ class Admission:
             if self._passed_over is not job and self.queue.is_waiting(job.id):
                 self.record.waits.hold(job, ENGINE)
                 self.queue.hold(job)
-                self._stuck.add(job.client)
+                if self._places is not None and not job.system:
+                    self._places.pass_over(job.client)
 
     def confirm(self, job: Job, prefix_tokens: int, block: Hashable | None) -> bool:
         """The engine matched the candidate `job` once more, and that decides: False if it must not be admitted now,
@@ -218,14 +222,13 @@ class Admission:
     ) -> None:
         """`job` is in the batch; the arguments are those of `Account.begin`."""
         self.listeners.notify("admit", job)
-        self._stuck.discard(job.client)
         self.queue.admit(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
 
     def end_pass(self, cause: str | None) -> None:
         """A batch was formed, or could not be. `cause` is why the engine admitted no other request (`waits`); None:
         it was offered none."""
         found = cause or (RUNNING if self._held else STEP if self._deferrals_left else PREFIX)
-        self.listeners.notify("end_pass", found)
+        self.listeners.notify("end_pass", found, self.queue.policy.turns())
 
     # ---- prompts that are being computed
 
@@ -259,7 +262,6 @@ class Admission:
 
     def finish(self, job: Job, outcome: Outcome = "finished") -> None:
         """A running request ended, by itself or by abort."""
-        self._stuck.discard(job.client)
         self.queue.finish(job.id)
         self.listeners.notify("finish", job, outcome)
 
@@ -316,7 +318,7 @@ class Admission:
             job = self.queue.next()
             if job is None:
                 return None
-            if self._holds_back(job) or self._crowds_out(job):
+            if self._crowds_out(job) or self._holds_back(job):
                 self.record.waits.set_aside(job.client)
                 self.queue.set_aside(job.client)
             elif self.is_being_computed(job):
@@ -332,18 +334,14 @@ class Admission:
         return True
 
     def _crowds_out(self, job: Job) -> bool:
-        if not self.queue.policy.keeps_places or job.system or job.repeating or not self._can_decode():
+        places = self._places
+        if places is None or not places.crowds_out(job):
             return False
-        if self.preemption is not None and self.preemption.may_take_back(job):
-            return False  # it is due
-        if not self._rule.crowds_out(job, len(self.queue), self._could_run):
-            return False
+        preemption = self.preemption
+        if (preemption is not None and preemption.may_take_back(job)) or not self._can_decode():
+            return False  # it is due, or nothing else could be done
         self._rule.set_aside()
         return True
-
-    def _could_run(self, client: str) -> bool:
-        """It waits for nothing but room."""
-        return client not in self._stuck and self.record.waits.has_turn(client)
 
     def _defer(self, job: Job) -> None:
         """Pass `job` over because its prefix is being computed."""

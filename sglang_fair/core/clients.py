@@ -144,7 +144,6 @@ class ByClient(Policy):
     others wait for that."""
 
     turn_cause: ClassVar[str]
-    """What a client waits for that has not its turn (`waits`)."""
     _queues: ClientQueues = field(default_factory=ClientQueues, init=False, repr=False)
     _turns: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
     """What the next call of `turns` says."""
@@ -166,14 +165,8 @@ class ByClient(Policy):
             self._seat(client)
 
     def turns(self) -> Mapping[str, bool]:
-        """Of the clients that wait, those whose turn has come (True) or is no more (False) since the last call. A
-        client has its turn unless this has said otherwise since it began to wait. O(what changed)."""
         turns, self._turns = self._turns, {}
         return turns
-
-    def has_turns(self) -> bool:
-        """Whether a client without its turn waits for others' turns, and not only for the next `pick`."""
-        return True
 
 
 @dataclass

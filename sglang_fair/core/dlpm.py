@@ -85,6 +85,8 @@ class Dlpm(ByClient):
     _deficits: dict[str, Deficit] = field(default_factory=dict, init=False, repr=False)
     _ready: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     _parked: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    _heads: dict[str, Job] = field(default_factory=dict, init=False, repr=False)
+    """Of clients that wait: the first job that is not held."""
     _debtors: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
     """Absent clients in debt, by the round that makes them positive."""
     _creditors: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False, repr=False)
@@ -126,7 +128,7 @@ class Dlpm(ByClient):
 
     def pick(self) -> Job | None:
         while (client := self._ready.first()) is None:
-            held = list(self._queues.held_clients())
+            held = self._passed_over()
             if not self._parked or any(self._eligible_from(client) <= self._round for client in held):
                 return None  # none waits, or only clients that are positive and held: no refill is due
             poorest = self._parked.first()
@@ -136,7 +138,14 @@ class Dlpm(ByClient):
             while (client := self._parked.first()) is not None and self._eligible_from(client) <= self._round:
                 self._seat(client)
             self._forget()
-        return self._queues.head(client)
+        return self._heads[client]
+
+    def set_aside(self, client: str) -> None:
+        self._ready.hide()
+
+    def release(self) -> None:
+        self._ready.show()
+        super().release()
 
     def admitted(self, job: Job) -> None:
         account = self._account(job.client)
@@ -186,7 +195,7 @@ class Dlpm(ByClient):
     def has_turns(self) -> bool:
         """False if every client that waits has used up its credit: the next `pick` refills them."""
         return len(self._ready) > 0 or any(
-            self._eligible_from(client) <= self._round for client in self._queues.held_clients()
+            self._eligible_from(client) <= self._round for client in self._passed_over()
         )
 
     def bound(self, input_units: float, output_units: float) -> float | None:
@@ -243,12 +252,14 @@ class Dlpm(ByClient):
         account = self._deficits[client]
         return account.settled + self._rounds_due(account)
 
-    def _may_borrow(self, client: str, job: Job) -> bool:
-        if not (self.borrow and job.prefix_tokens):
-            return False
+    def _passed_over(self) -> list[str]:
+        """Clients with a held job, or set aside."""
+        return [*self._queues.held_clients(), *self._ready.hidden]
+
+    def _may_borrow(self, account: Deficit, job: Job) -> bool:
         own, prefix = self._prices(job, job.prefix_tokens)
-        borrowed = self._deficits[client].borrowed + own / self.weights.of(client)
-        return own <= self.borrow * prefix and borrowed <= self.quantum
+        borrowed = account.borrowed + own / self.weights.of(job.client)
+        return job.prefix_tokens > 0 and own <= self.borrow * prefix and borrowed <= self.quantum
 
     def _prices(self, job: Job, cached_tokens: int) -> tuple[float, float]:
         """What `job` may be charged at most if so much of it is cached, and what that part would have cost."""
@@ -263,17 +274,23 @@ class Dlpm(ByClient):
         """Put `client` where `pick` looks for it: ready, parked until a round, or nowhere."""
         head = self._queues.head(client)
         if head is None:
+            self._heads.pop(client, None)
             self._ready.discard(client)
             self._parked.discard(client)
             if client not in self._queues:
                 self._turns.pop(client, None)
-        elif (eligible_from := self._eligible_from(client)) <= self._round or self._may_borrow(client, head):
-            account = self._deficits[client]
+                self._ready.hidden.pop(client, None)
+            return
+        self._heads[client], account = head, self._deficits[client]
+        eligible_from = account.settled + self._rounds_due(account)
+        if eligible_from <= self._round or (self.borrow and self._may_borrow(account, head)):
+            if client not in self._ready:
+                self._turns[client] = True
+                self._parked.discard(client)
             is_new = self.newcomers_first and account.goes_first
             self._ready.put(client, (not is_new, *self._order(head)))
-            self._parked.discard(client)
-            self._turns[client] = True
         else:
+            if client not in self._parked:
+                self._turns[client] = False
+                self._ready.discard(client)
             self._parked.put(client, (eligible_from, head.arrival))
-            self._ready.discard(client)
-            self._turns[client] = False

@@ -17,11 +17,13 @@ SLACK = 64
 class LazyHeap(Generic[Item]):
     """Smallest key first. `put`, `discard` and `first` cost O(log n) amortised; memory is O(live items)."""
 
-    __slots__ = ("_entries", "_live")
+    __slots__ = ("_entries", "_live", "hidden")
 
     def __init__(self) -> None:
         self._entries: list[tuple[Any, Item]] = []
         self._live: dict[Item, tuple[Any, Item]] = {}
+        self.hidden: dict[Item, None] = {}
+        """Items that are never first, until `show`."""
 
     def put(self, item: Item, key: Any) -> None:
         """Insert `item`, or move it to `key`."""
@@ -30,6 +32,8 @@ class LazyHeap(Generic[Item]):
             return
         entry = (key, item)
         self._live[item] = entry
+        if self.hidden and item in self.hidden:
+            return
         heappush(self._entries, entry)
         if len(self._entries) > 2 * len(self._live) + SLACK:
             self._bury()
@@ -39,8 +43,18 @@ class LazyHeap(Generic[Item]):
         if self._live.pop(item, None) is not None and len(self._entries) > 2 * len(self._live) + SLACK:
             self._bury()
 
+    def hide(self) -> None:
+        """The item that `first` has returned is not first until `show`, whatever its key becomes."""
+        self.hidden[heappop(self._entries)[1]] = None
+
+    def show(self) -> None:
+        for item in self.hidden:
+            if (entry := self._live.get(item)) is not None:
+                heappush(self._entries, entry)
+        self.hidden.clear()
+
     def first(self) -> Item | None:
-        """The item with the smallest key, left in place; None when empty."""
+        """The item with the smallest key that is not hidden, left in place; None if there is none."""
         entries, live = self._entries, self._live
         while entries:
             entry = entries[0]
@@ -63,7 +77,7 @@ class LazyHeap(Generic[Item]):
 
     def _bury(self) -> None:
         """Rebuild the heap without its dead entries."""
-        self._entries = list(self._live.values())
+        self._entries = [entry for item, entry in self._live.items() if item not in self.hidden]
         heapify(self._entries)
 
     def __contains__(self, item: Item) -> bool:

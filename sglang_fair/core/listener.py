@@ -46,8 +46,9 @@ class Listener:
     def step(self, duration_s: float, extended: Mapping[str, int], *, decoded: int, requests: int) -> None:
         """A step is over; the arguments are those of `Steps.step`."""
 
-    def end_pass(self, cause: str) -> None:
-        """A pass is over, and nothing else was admitted because of `cause` (`waits`)."""
+    def end_pass(self, cause: str, turns: Mapping[str, bool]) -> None:
+        """A pass is over, and nothing else was admitted because of `cause` (`waits`). `turns`: the clients that have
+        become eligible, or are so no more."""
 
 
 EVENTS = tuple(name for name in vars(Listener) if not name.startswith("_"))

@@ -59,6 +59,9 @@ class Policy(ABC):
     (`steps`). Not where only one client has its turn: the room would stay empty, and by its counter it has not had what
     the others had."""
 
+    turn_cause: ClassVar[str | None] = None
+    """What a client waits for that has not its turn (`waits`). None: all that wait always have it."""
+
     refills: int | None = None
     """How often rounds had to pass because no client that waits had credit. None: there are no rounds."""
 
@@ -144,6 +147,15 @@ class Policy(ABC):
 
     def idle(self, client: str) -> None:
         """`client` has neither a waiting nor a running request any more."""
+
+    def turns(self) -> Mapping[str, bool]:
+        """Of the clients that wait, those whose turn has come (True) or is no more (False) since the last call. A
+        client has its turn unless this has said otherwise since it began to wait. O(what changed)."""
+        return {}
+
+    def has_turns(self) -> bool:
+        """Whether a client without its turn waits for others' turns, and not only for the next `pick`."""
+        return True
 
     def counters(self) -> Mapping[str, float]:
         """Each known client's counter, for people: a deficit (larger is better off) or a virtual counter."""

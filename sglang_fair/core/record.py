@@ -9,12 +9,12 @@ No other client is in it by name, and no text: others are numbers. Cost: O(log w
 for a pass. What a wait was made of is added up when it is looked up.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
 from sglang_fair.common.record import MOST_ENDED, MOST_NAME, Recent
-from sglang_fair.core.clients import ByClient
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listener
 from sglang_fair.core.policy import Policy
@@ -74,7 +74,6 @@ class Record(Listener):
         self.waits = Waits()
         self._overtakes: Overtakes[Job] = Overtakes()
         self._policy = policy
-        self._turns = policy if isinstance(policy, ByClient) else None
         self._here: dict[Job, Entry] = {}
         self._recent: Recent[Entry] = Recent(most)
         self._running = 0
@@ -143,12 +142,10 @@ class Record(Listener):
             self._running -= 1
             self._end(entry, outcome)
 
-    def end_pass(self, cause: str) -> None:
+    def end_pass(self, cause: str, turns: Mapping[str, bool]) -> None:
         self._overtakes.end_batch()
-        if (turns := self._turns) is None:
-            self.waits.end_pass(cause, {}, None)
-        else:
-            self.waits.end_pass(cause, turns.turns(), turns.turn_cause if turns.has_turns() else None)
+        policy = self._policy
+        self.waits.end_pass(cause, turns, policy.turn_cause if policy.has_turns() else None)
 
     # ---- what is read
 

@@ -10,8 +10,6 @@ This rule makes the engine's time a shared resource:
     chunks      no step takes longer than `stall_s` while another client is here (`chunk_tokens`)
     target      a client's prompts are held back while a token would take longer than `target_s`, the client has more
                 of the requests that run than its share, and another client has fewer (`holds_back`)
-    places      where room is short, a client that runs something is set aside while what is left is others'
-                (`crowds_out`)
 
 Bound: over any time T in which a client runs it is served for at least
 share · T - patience - (1 + unseen) · share · L, L the longest prefill step. Prefill steps that are `forced`, because
@@ -21,18 +19,18 @@ docs/policies.md, "Whoever runs has a share too".
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import exp, inf
+from math import inf
 from typing import Any
 
 from sglang_fair.common.weights import Weights
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.listener import Listener
+from sglang_fair.core.places import ROUNDING
 from sglang_fair.core.policy import Policy
 from sglang_fair.core.step_times import Chunks, TokenTimes
-from sglang_fair.core.waits import BATCH, MEMORY
 
 DEFAULT_STALL_MS = 100.0
 
@@ -47,12 +45,6 @@ RECENT_S = 60.0
 
 ALONE = 3
 """A client that is alone may have prefill steps this many times as long."""
-
-USUAL_S = 10.0
-"""How many requests a client has running is averaged over about so long."""
-
-ROUNDING = 1e-9
-"""A client that has its share exactly is not above it by an error of rounding."""
 
 LONGEST_STEP_S = 10.0
 """A longer step counts as so long: then the machine stood still, and no client made it."""
@@ -99,25 +91,6 @@ class Present:
     """The number of steps that were over when it began to decode."""
     running: int = 0
     """Of its requests: those that were admitted."""
-    came_s: float = 0.0
-    since_s: float = 0.0
-    run_s: float = 0.0
-    """Until `since_s`: seconds times requests running, those of long ago less and less."""
-
-    def usually(self, now_s: float) -> float:
-        """How many it has running on average, lately, or since it came."""
-        seconds = USUAL_S * (1 - exp((self.came_s - now_s) / USUAL_S))
-        return self._run_s_until(now_s) / seconds if seconds else 0.0
-
-    def run(self, more: int, now_s: float) -> None:
-        """It has so many `more` running."""
-        self.run_s = self._run_s_until(now_s)
-        self.since_s = now_s
-        self.running += more
-
-    def _run_s_until(self, now_s: float) -> float:
-        faded = exp((self.since_s - now_s) / USUAL_S)
-        return self.run_s * faded + self.running * USUAL_S * (1 - faded)
 
 
 class PromptsFirst(Listener):
@@ -133,11 +106,6 @@ class PromptsFirst(Listener):
 
     def holds_back(self, job: Job) -> bool:
         """Whether the prompt of `job`, none of the server's own, may not be admitted now, for the target."""
-        return False
-
-    def crowds_out(self, job: Job, waiting: int, could_run: Callable[[str], bool]) -> bool:
-        """Whether the prompt of `job`, none of the server's own, may not be admitted now, because the places that are
-        left are others'. `waiting`: requests that wait, of all clients; `could_run`: a client waits for room alone."""
         return False
 
     def forced(self) -> None:
@@ -197,8 +165,6 @@ class Steps(PromptsFirst):
         """Length of a decode step, lately."""
         self._running = 0
         """Requests that were admitted, of all clients."""
-        self._places: float = inf
-        """How many can run, by the last time that one more could not."""
         self._runners: dict[str, Present] = {}
         """The clients that have such requests."""
         self._running_weight = 0.0
@@ -220,7 +186,7 @@ class Steps(PromptsFirst):
         if present is None:
             self._forget_old()
             _, lag_s = self._left.pop(client, (0.0, 0.0))
-            present = self._present[client] = Present(self._weights.of(client), lag_s, came_s=self._now_s)
+            present = self._present[client] = Present(self._weights.of(client), lag_s)
             self._weight += present.weight
         present.requests += 1
 
@@ -243,9 +209,8 @@ class Steps(PromptsFirst):
         if job.system:
             return
         present = self._present[job.client]
-        present.run(1, self._now_s)
+        present.running += 1
         self._running += 1
-        self._places = max(self._places, self._running)
         if present.running == 1:
             self._runners[job.client] = present
             self._running_weight += present.weight
@@ -276,7 +241,7 @@ class Steps(PromptsFirst):
                 del self._decoding[client]
                 self._lagging.pop(client, None)
                 self._behind.discard(client)
-        present.run(-1, self._now_s)
+        present.running -= 1
         self._running -= 1
         if not present.running:
             del self._runners[client]
@@ -291,10 +256,6 @@ class Steps(PromptsFirst):
     def finish(self, job: Job, outcome: str) -> None:
         self.retract(job)
         self.leave(job)
-
-    def end_pass(self, cause: str) -> None:
-        if cause in (BATCH, MEMORY):  # there is no room for one more
-            self._places = self._running
 
     def reweigh(self, client: str) -> None:
         """The weight of `client` has changed. O(clients), and O(1) if it is not here."""
@@ -327,23 +288,6 @@ class Steps(PromptsFirst):
         if self.target_s is not None:
             return expected_s > self.target_s
         return expected_s > PACE * self._tokens.solo_s and expected_s > self._longest_s()
-
-    def crowds_out(self, job: Job, waiting: int, could_run: Callable[[str], bool]) -> bool:
-        """O(1) while all have room, else O(clients that are here)."""
-        present, room = self._present[job.client], self._places - self._running
-        if not present.running or room > waiting:
-            return False
-        kept, of_weight = 0, present.running / present.weight * (1 + ROUNDING)
-        for name, other in self._present.items():
-            most, runs = of_weight * other.weight, other.running
-            if most < runs + 1 or other.requests == runs or name == job.client:
-                continue
-            if not could_run(name):
-                most = min(most, other.usually(self._now_s))
-            kept += max(0, int(min(most, other.requests)) - runs)
-            if kept and kept >= room:
-                return True
-        return False
 
     def expected_s(self, requests: int) -> float:
         """How long a token is expected to take beside so many requests; 0 before any was measured."""

@@ -161,7 +161,8 @@ class Waits:
         """This pass has passed `client` over for the target, or for places."""
         if (found := self._clients.get(client)) is not None:
             self._aside[client] = self._passes
-            found.follow(self._own[TARGET], self.now_ns)
+            if found.source is not self._own[TARGET]:
+                found.follow(self._own[TARGET], self.now_ns)
 
     def stop(self, cause: str) -> None:
         """Between two passes it turned out that the replica's state is `cause`."""

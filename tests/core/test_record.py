@@ -159,7 +159,7 @@ def _record() -> Record:
 def _serve(record: Record, job: Job) -> None:
     record.arrive(job)
     record.admit(job)
-    record.end_pass(BATCH)
+    record.end_pass(BATCH, {})
     record.computed(job)
     record.finish(job, "finished")
 
@@ -188,10 +188,10 @@ def test_what_is_known_of_one_that_has_ended() -> None:
     record.tick(10)
     job = Job("id", "a", prompt_tokens=30, max_output_tokens=9)
     record.arrive(job)
-    record.end_pass(MEMORY)
+    record.end_pass(MEMORY, {})
     record.tick(12)
     record.admit(job)
-    record.end_pass(BATCH)
+    record.end_pass(BATCH, {})
     record.tick(13.5)
     record.computed(job)
     job.extend_tokens, job.cached_tokens, job.output_tokens = 20, 10, 7
