@@ -26,9 +26,6 @@ REPORT_S = 1.0
 DISK_BYTES_PER_S = 1e9
 """What is taken for a disk's speed until a model has been loaded."""
 
-LEARNT = 0.3
-"""Weight of the latest swap in what is expected of the next."""
-
 
 class Agent:
     """One agent. `run` it until it is cancelled."""
@@ -51,8 +48,7 @@ class Agent:
         self._folders = dict(folders)
         self._checkpoints = checkpoint.alike(self._folders)
         self._sizes = {name: one.bytes for name, one in self._checkpoints.items()}
-        self._swap_s = {name: 0.05 + size / DISK_BYTES_PER_S for name, size in self._sizes.items()}
-        self._steps = Steps(list(self._folders))
+        self._steps = Steps({name: 0.05 + size / DISK_BYTES_PER_S for name, size in self._sizes.items()})
         self._changed = asyncio.Event()
         """The router is to hear of something."""
         self._ordered = asyncio.Event()
@@ -87,7 +83,6 @@ class Agent:
             if answer.error and do.step != "look":
                 log.warning("%s of %s failed: %s", do.step, do.model, answer.error)
             self._steps.answer(answer, time.monotonic())
-            self._learn()
             if self._said() != before:
                 self._changed.set()
 
@@ -95,15 +90,6 @@ class Agent:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ordered.wait(), seconds)
         self._ordered.clear()
-
-    def _learn(self) -> None:
-        for ended in self._steps.ended:
-            if ended.error:
-                log.warning("order %d, to load %s, has failed: %s", ended.number, ended.model, ended.error)
-            elif ended.shut_s:
-                log.info("%s is loaded after %.2f s", ended.model, ended.shut_s)
-                self._swap_s[ended.model] += LEARNT * (ended.shut_s - self._swap_s[ended.model])
-        self._steps.ended.clear()
 
     def _said(self) -> tuple[object, ...]:
         steps = self._steps
@@ -115,7 +101,7 @@ class Agent:
             steps = self._steps
             report = Report(
                 "report", self._worker, steps.loaded, steps.done, steps.error, steps.busy, steps.ordered,
-                {name: round(seconds, 4) for name, seconds in self._swap_s.items()},
+                {name: round(seconds, 4) for name, seconds in steps.swap_s.items()},
             )  # fmt: skip
             self._client.tell(report)
             with contextlib.suppress(TimeoutError):
@@ -136,7 +122,6 @@ class Agent:
         before = self._said()
         if answer.number:
             self._steps.order(answer.number, answer.model, time.monotonic())
-            self._learn()
         if self._said() != before:
             self._ordered.set()
             self._changed.set()

@@ -15,11 +15,14 @@ no request is let in meanwhile. What the replica is like is asked, not remembere
 followed by one that goes on where the replica is.
 """
 
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sglang_fair.common.swapping import Seen
+
+log = logging.getLogger("agent")
 
 Step = Literal["look", "check", "empties", "loads", "load", "probe", "serves"]
 
@@ -31,6 +34,8 @@ LOOK_S, EMPTIES_S = 1.0, 0.02
 """Between two looks at the replica: usually, and while it empties."""
 RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
 """Before something is loaded again; twice as long each time."""
+LEARNT = 0.3
+"""Weight of the latest swap in what is expected of the next."""
 KEPT_FREE = 0.25
 """Part of the memory that is available in which no model is read ahead."""
 
@@ -52,24 +57,15 @@ class Answer(NamedTuple):
     is_gone: bool = False
 
 
-class Ended(NamedTuple):
-    """An order is over. `error`: why it failed; "": it did not. The gate was shut for `shut_s`."""
-
-    number: int
-    model: str
-    error: str
-    shut_s: float
-
-
 _Take = Generator[Do, Answer, Seen]
 
 
 class Steps:
     """What one agent does next. `now_s` is of a clock that never goes back."""
 
-    def __init__(self, models: Sequence[str]) -> None:
-        """`models` are those that the replica can load."""
-        self._models = tuple(models)
+    def __init__(self, swap_s: Mapping[str, float]) -> None:
+        """`swap_s`: the models that the replica can load, each with about how many seconds that takes."""
+        self._models, self.swap_s = tuple(swap_s), dict(swap_s)
         self.loaded = ""
         """What the replica serves; "": nothing, or that is not known."""
         self.busy = self.done = 0
@@ -78,8 +74,6 @@ class Steps:
         """What the order under way is to load."""
         self.error = ""
         """Why the last order failed; "": it did not."""
-        self.ended: list[Ended] = []
-        """Orders that are over, to be taken from here."""
         self._now_s = self._shut_s = 0.0
         self._fault = ""
         """Why the order under way is being undone."""
@@ -180,7 +174,12 @@ class Steps:
         return before if model != before else self.ordered or model
 
     def _end(self, error: str) -> None:
-        self.ended.append(Ended(self.busy, self.ordered, error, max(0.0, self._now_s - self._shut_s)))
+        shut_s = max(0.0, self._now_s - self._shut_s)
+        if error:
+            log.warning("order %d, to load %s, has failed: %s", self.busy, self.ordered, error)
+        elif shut_s:
+            log.info("%s is loaded after %.2f s", self.ordered, shut_s)
+            self.swap_s[self.ordered] += LEARNT * (shut_s - self.swap_s[self.ordered])
         self.done, self.busy, self.error, self.ordered = self.busy, 0, error, ""
 
 

@@ -152,7 +152,13 @@ class Driver:
         """Nothing is left of what was here."""
         rule = self.rule
         return not (self.waiting or rule._waiting or rule._leaving) and all(
-            not (line.count or line.tokens or line._queues or any(map(len, (*line._heads, line._ahead))))
+            not (
+                line.count
+                or line.counts
+                or line.tokens
+                or line._queues
+                or any(map(len, (*line._heads, line._ahead)))
+            )
             for line in rule.lines.values()
         )
 

@@ -315,15 +315,14 @@ class Qlm(Placement):
         found["with"] = max(0, len(group) - 1)
         if not ahead:
             return found
-        orders = self.queues.orders()
-        worker = next((name for name, order in orders.items() if group.number in order), None)
-        if worker is None:
+        owner = self.queues.owner(group)
+        if owner is None:
             return found | {"worker": None}
-        slots = self._slots(worker, now_s)
+        slots = self._slots(owner.name, now_s)
         at = next((at for at, (one, _) in enumerate(slots) if one is group), 0)
         wait = self.queues.wait(request_id, now_s)
         return found | {
-            "worker": worker,
+            "worker": owner.name,
             "groups_before": at,
             "requests_before": sum(len(one) for one, _ in slots[:at]),
             "swaps_before": sum(slot.swaps for _, slot in slots[: at + 1]),

@@ -167,7 +167,7 @@ class VirtualQueues:
     def settle(self) -> None:
         """Puts groups that are new into queues: to be called when requests were added to `groups`."""
         for group, after in self.groups.drain_born():
-            owner = None if after is None else self._owner(after)
+            owner = None if after is None else self.owner(after)
             if owner is None or after is None:
                 self._settle([group.number])
             else:
@@ -182,7 +182,7 @@ class VirtualQueues:
         group = self._next(worker, now_s)
         if group is None or (may is not None and not may(group.line[0].request, name)):
             return None
-        entry = self.groups.take(group, name, lends=self._owner(group) is not worker)
+        entry = self.groups.take(group, name, lends=self.owner(group) is not worker)
         worker.pulls += 1
         self.send(name, entry.request, entry.promise.due_s)
         return entry.request
@@ -280,7 +280,7 @@ class VirtualQueues:
         """How long a request that waits still has to, if it is the last in its group and what is before that in its
         queue goes first; None if that is nowhere. O(groups)."""
         group = self.groups.of(request_id)
-        worker = None if group is None else self._owner(group)
+        worker = None if group is None else self.owner(group)
         if group is None or worker is None:
             return None
         start_s, ahead, free = 0.0, Ahead(), max(0.0, worker.kv_tokens - worker.held_tokens)
@@ -297,6 +297,10 @@ class VirtualQueues:
         """The groups of a queue in which some wait, in its order."""
         known = self.groups.by_number
         return [group for number in worker.groups if (group := known[number]).deadlines]
+
+    def owner(self, group: Group) -> Worker | None:
+        """In whose queue a group is."""
+        return self.workers.get(self._where.get(group.number, ""))
 
     def orders(self) -> dict[str, tuple[int, ...]]:
         """The groups of every queue."""
@@ -351,7 +355,7 @@ class VirtualQueues:
         """A group, late or not, comes from the longest of the other queues."""
         found: dict[str, Group] = {}
         for group in self.groups:
-            owner = self._owner(group)
+            owner = self.owner(group)
             if group.kind.late != late or group.kind.model != worker.loaded or not group.deadlines:
                 continue
             if owner is not None and owner is not worker and worker.name not in group.kind.exclude:
@@ -374,7 +378,7 @@ class VirtualQueues:
 
     def _give(self, group: Group, worker: Worker, *, whole: bool) -> Group:
         """A group, or the newer half of it, goes into this worker's queue; the group that does."""
-        owner = self._owner(group)
+        owner = self.owner(group)
         if whole and owner is not None:
             owner.groups.remove(group.number)
             self._put(worker, group.number)
@@ -399,9 +403,6 @@ class VirtualQueues:
         return worker.stays[0]
 
     # -- inside: standing
-
-    def _owner(self, group: Group) -> Worker | None:
-        return self.workers.get(self._where.get(group.number, ""))
 
     def _land(self, request_id: str) -> None:
         worker = self.workers.get(self.pulled.pop(request_id, ""))
