@@ -6,7 +6,7 @@ from dataclasses import asdict
 from itertools import product
 
 from workloads.clients import Client
-from workloads.experiments.claims import Entry, Part, Table, at_least, at_most, graded
+from workloads.experiments.claims import Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
 from workloads.experiments.plots import Figure, Panel
 from workloads.isolation.attacks import ATTACKS, FLOOD, LIGHT_PERIOD_S, TRICKLE, Scene, scenes
@@ -192,18 +192,13 @@ class Target(Isolation):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         solo_s = slowest_program_s(at["light"])
-        program_s = {key: slowest_program_s(result) for key, result in at.items()}
-        kept: dict[str, float] = {}
-        lines: list[list[Entry]] = []
-        for key, result in at.items():
-            name, _, flood = key.partition(".")
-            if flood:
-                tokens = result["tokens_per_s"]
-                kept[key] = tokens / at[f"{OFF}.{flood}"]["tokens_per_s"]
-                target = "none" if name == OFF else f"{name} ms"
-                took_s, ttft_s = program_s[key], result["ttft_p99_s"]
-                lines.append([int(flood), target, took_s, took_s / solo_s, ttft_s, tokens, kept[key]])
-        most = max(int(key.partition(".")[2]) for key in kept)
+        parts = {key: key.split(".") for key in at if key != "light"}
+        program_s = {key: slowest_program_s(at[key]) for key in parts}
+        kept = {
+            key: at[key]["tokens_per_s"] / at[f"{OFF}.{flood}"]["tokens_per_s"]
+            for key, (_, flood) in parts.items()
+        }
+        most = max(int(flood) for _, flood in parts.values())
         free_s, held_s = (program_s[f"{name}.{most}"] for name in (OFF, f"{AT_MS:g}"))
         least = min(part for key, part in kept.items() if key.startswith(f"{AT_MS:g}."))
         yield graded(held_s / free_s <= 0.6, held_s < free_s).claim(f"""A target makes light clients' programs
@@ -217,8 +212,12 @@ class Target(Isolation):
             "Medians over seeds",
             """requests of the flood | target | light programs, s | over solo | TTFT P99, s | tokens/s | over those
                 without""",
-            lines,
-        )
+            [
+                [int(flood), "none" if name == OFF else f"{name} ms", program_s[key], program_s[key] / solo_s,
+                 at[key]["ttft_p99_s"], at[key]["tokens_per_s"], kept[key]]
+                for key, (name, flood) in parts.items()
+            ],
+        )  # fmt: skip
 
 
 def site_of(stack: Stack, **others: float | None) -> Site:

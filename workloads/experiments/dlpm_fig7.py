@@ -170,8 +170,8 @@ def _throughput(grid: Grid) -> Iterator[Claim]:
     rates = grid.rates("preble")
     behind = [one for one in rates if one.value < 1 - AHEAD]
     least = Gain(rates).lowest
-    papers = [point for point in grid.points if point.number > 1 and "qa" in point.setting]
-    hits = {name: [grid.number(one, name, "hit_rate") for one in papers] for name in ("d2lpm", "preble")}
+    several = [point for point in grid.points if point.number > 1 and "qa" in point.setting]
+    hits = {name: [grid.number(one, name, "hit_rate") for one in several] for name in ("d2lpm", "preble")}
     more = max((1 - one) / (1 - other) - 1 for one, other in zip(hits["d2lpm"], hits["preble"], strict=True))
     spans = {name: f"{min(found):.1%} to {max(found):.1%}" for name, found in hits.items()}
     yield graded(
