@@ -33,7 +33,6 @@ from workloads.terminal import make_console, sigterm_as_ctrl_c
 NAME = "sglang-fair reproduce"
 DOCS = Path("docs")
 PAGE, PUBLISHED = DOCS / "results.md", DOCS / "results"
-CORES = cores()
 
 
 def on_page(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
@@ -50,7 +49,7 @@ class ReproduceOptions:
     quick: Annotated[bool, Option("--quick", help="Smaller and shorter: a smoke test, not the results.")] = (
         False
     )
-    jobs: Annotated[int, Option(min=0, metavar="N", help="Processes; 0 runs in this one.")] = CORES
+    jobs: Annotated[int, Option(min=0, metavar="N", help="Processes; 0 runs in this one.")] = cores()
     out: Annotated[
         Path | None,
         Option(metavar="DIR", help="Default: results/reproduce, with --quick results/reproduce-quick."),

@@ -65,7 +65,8 @@ class Figure7(dlpm.ScenarioExperiment):
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         for replicas in NUMBERS if full else NUMBERS[:2]:
-            names = [name for name in SCHEDULERS if replicas > 1 or name not in dlpm.RR_ALONE]
+            # Alone, Preble's and cache_aware's replica is RR+LPM's.
+            names = SCHEDULERS if replicas > 1 else ("d2lpm", "rr", "vtc")
             runs: list[tuple[str, str, Mapping[str, Json]]] = [(name, name, {}) for name in names]
             runs.append((STALL_BOUND, "d2lpm", SHIPPED_STEPS))
             seeds = SEEDS[:1] if replicas == max(NUMBERS) else None
@@ -333,8 +334,7 @@ def _notes(grid: Grid) -> Iterator[str]:
 
 # ---- what the ratios depend on
 
-SCENARIO, REPLICAS = "tot-s1", 2
-COMPARED = ("d2lpm", "rr", "vtc")
+REPLICAS = 2
 _TOT = KINDS["tot"].quanta_7
 VARIANTS: Mapping[str, tuple[str, float, float, Mapping[str, Json]]] = {
     "base": ("as in Figure 7", 1.0, 240.0, {}),
@@ -370,8 +370,8 @@ class Sensitivity(dlpm.ScenarioExperiment):
         for name in VARIANTS if full else ("base", "load-1.2", "small-qu"):
             _, load, own_s, more = VARIANTS[name]
             plan = dlpm.plan(own_s if full else length_s, drain_s=None, drain_for="well-behaved")
-            for scheduler in COMPARED[: 1 if "-q" in name else None]:
-                site, sent = dlpm.scenario(SCENARIO, scheduler, REPLICAS, load=load, **more)
+            for scheduler in ("d2lpm",) if "-q" in name else ("d2lpm", "rr", "vtc"):
+                site, sent = dlpm.scenario("tot-s1", scheduler, REPLICAS, load=load, **more)
                 yield Row(f"{name}-{scheduler}", site, sent, SCHEDULERS[scheduler].label, plan)
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:

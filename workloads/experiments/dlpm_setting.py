@@ -100,8 +100,6 @@ SCHEDULERS: Mapping[str, Scheduler] = {
     "cache-aware": Scheduler("cache_aware", {"placement": "cache_aware", "policy": "lpm"}),
 }
 """By the last part of a cell's name."""
-RR_ALONE = ("preble", "cache-aware")
-"""With one replica they are RR+LPM."""
 
 POLICIES = {"dlpm": "DLPM", "lpm": "LPM", "vtc": "VTC"}
 """With one replica, by their labels."""
@@ -283,10 +281,6 @@ def is_cut(result: Result, path: str) -> bool:
     return any(run.get(path.removesuffix("_s") + "_cut") for run in result.runs)
 
 
-PLOTTED = 4
-"""Significant digits of a curve."""
-
-
 def observe_curves(run: Run, window_s: float, step_s: float) -> dict[str, Json]:
     """The same, the time at which the run ended, and each client's curves over the whole run."""
     assert run.end is not None, "a run that has ended"
@@ -299,7 +293,7 @@ def observe_curves(run: Run, window_s: float, step_s: float) -> dict[str, Json]:
         "response_s": client_side.response_time(times),
     }
     kept = {
-        what: {name: rounded(found[name] or (), PLOTTED) for name in client_side.clients}
+        what: {name: rounded(found[name] or (), 4) for name in client_side.clients}
         for what, found in curves.items()
     }
     return observe(run) | {"end_s": run.end.t_s, "curves": {"times_s": list(times), **kept}}

@@ -22,9 +22,7 @@ from workloads.session import Plan
 from workloads.simulation import Site
 
 LENGTH_S = 300.0
-USERS, QUICK_USERS = 1000, 60
-MEDIAN_RPM = 0.008
-SPREAD = 2.0
+USERS = 1000
 ABUSERS, LEAST_ABUSE, MOST_ABUSE = 5, 150.0, 1500.0
 ABUSED = "app12"
 SURGE, SURGE_FACTOR = 0.1, 6.0
@@ -116,7 +114,7 @@ class Crowded(Simulated):
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         for suffix, surge in self.surges.items():
-            crowd = TrafficSpec("crowd", {"users": USERS if full else QUICK_USERS, "surge": surge})
+            crowd = TrafficSpec("crowd", {"users": USERS if full else 60, "surge": surge})
             for name in ("rpm", "fs") if suffix else self.schedulers:
                 yield Row(f"{name}{suffix}", site(name), crowd, SCHEDULERS[name].label)
 
@@ -124,8 +122,8 @@ class Crowded(Simulated):
         given = cell.traffic.arguments
         made = Crowd(
             users=given["users"],
-            median_rpm=MEDIAN_RPM * USERS / given["users"],
-            spread=SPREAD,
+            median_rpm=0.008 * USERS / given["users"],
+            spread=2.0,
             abusers=ABUSERS,
             least_abuse=LEAST_ABUSE,
             most_abuse=MOST_ABUSE,

@@ -350,8 +350,6 @@ class Models(Deadlines):
 
 # ---- Figure 15: A10 beside A100
 
-SEVEN_B: Mapping[str, str] = {"vicuna-13b": "mistral-7b"}
-"""A 13B in bf16 does not fit an A10, so all requests are for Mistral-7B."""
 MIXED_REPLICAS = 6
 MIX_RATE = 60.0
 MIXED = ("qlm", "rule", "turn", "random")
@@ -368,7 +366,8 @@ class Hardware(Deadlines):
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         for slow in (0, 1, 2, 3, 6) if full else (0, 3):
             gpus = [A10] * slow + [A100] * (MIXED_REPLICAS - slow)
-            fleet = qlm(MIXED_REPLICAS, SEVEN_B, gpus=gpus)
+            # A 13B in bf16 does not fit an A10.
+            fleet = qlm(MIXED_REPLICAS, {"vicuna-13b": "mistral-7b"}, gpus=gpus)
             label = f"{{}}, {100 * slow / MIXED_REPLICAS:.0f}% A10"
             yield from systems(MIXED, f"{slow}", fleet, w_a(MIX_RATE), TRACE if full else 300, label)
 
@@ -479,8 +478,8 @@ class Queues(Deadlines):
 
 # ---- Figures 19 and 20: what groups lose and cost
 
-DELTA_RATE, DELTA_MODELS_RATE, DELTA_REPLICAS = 40.0, 8.0, 4
-QUEUED, SMALL_QUEUED = 400_000, 20_000
+DELTA_RATE, DELTA_REPLICAS = 40.0, 4
+QUEUED = 400_000
 GROUPS, QUEUES = 400, 50
 
 
@@ -498,11 +497,11 @@ class Overhead(Deadlines):
         for delta in (1, 4, 16) if full else (1, 4):
             for kind, models, sent, part in (
                 ("one", ONE_MODEL, w_a(DELTA_RATE), most),
-                ("several", W_B, w_b(DELTA_MODELS_RATE), most // 2),
+                ("several", W_B, w_b(8.0), most // 2),
             ):
                 fleet = qlm(DELTA_REPLICAS, models, options={"delta": float(delta)})
                 yield row(f"{kind}.{delta}", fleet, sent, part, f"{kind}, {delta}")
-        bench = TrafficSpec("bench", {"queued": QUEUED if full else SMALL_QUEUED})
+        bench = TrafficSpec("bench", {"queued": QUEUED if full else 20_000})
         yield Row("cost", Site(), bench, "cost", Plan(10.0), ("1",))
 
     def run(self, cell: Cell, seed: str) -> Measured:
@@ -546,7 +545,6 @@ class Overhead(Deadlines):
 MOST_REPLICAS = 24
 NEEDED = 0.99
 ONE_RATE, SEVERAL_RATE = 6.0, 8.0
-SEVENTY = {"llama-70b": "llama-2-70b-4bit"}
 
 
 class Needed(Deadlines):
@@ -559,7 +557,7 @@ class Needed(Deadlines):
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         traffics = {
-            "one": (SEVENTY, [Stream("llama-70b", "interactive", ONE_RATE)], 600),
+            "one": ({"llama-70b": "llama-2-70b-4bit"}, [Stream("llama-70b", "interactive", ONE_RATE)], 600),
             "several": (W_B, w_b(SEVERAL_RATE), 800),
         }
         more = {"most_replicas": MOST_REPLICAS if full else 4}

@@ -24,9 +24,7 @@ TRACE = 3_500
 A100 = "a100-80g"
 A10 = "a10g"
 PAPER_REPLICAS = 50
-CHUNK_TOKENS = 8192
 MOST_RUNNING = 1024
-HOST_KV_BYTES = 80e9
 NO_SHARES = 1e12
 """A quantum that no client uses up: then the order does not depend on what anybody had."""
 
@@ -64,9 +62,9 @@ def qlm(
         quantum=None if shares else NO_SHARES,
         stall_ms=0.0,
         max_running=MOST_RUNNING,
-        chunked_prefill_tokens=CHUNK_TOKENS,
+        chunked_prefill_tokens=8192,
         ignore_eos=False,
-        fleet=Fleet(**{"models": models, "gpus": (A100,), "host_kv_bytes": HOST_KV_BYTES, **fleet}),
+        fleet=Fleet(**{"models": models, "gpus": (A100,), "host_kv_bytes": 80e9, **fleet}),
     )
 
 

@@ -346,7 +346,6 @@ class Pools(vtc.VtcExperiment):
 
 # ---- Figure 16: clients of unlike weights
 
-WEIGHTED_RPM = (48, 48, 72, 96)
 WEIGHTS = {f"client {k}": float(k) for k in (1, 2, 3, 4)}
 
 
@@ -358,7 +357,7 @@ class Weighted(vtc.VtcExperiment):
         weights."""
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
-        sent = vtc.sent("four", *map(even, WEIGHTED_RPM))
+        sent = vtc.sent("four", *map(even, (48, 48, 72, 96)))
         yield vtc.row("equal", "vtc", sent)
         yield vtc.row("weighted", "vtc", sent, "weighted VTC", client_weights=WEIGHTS)
 
