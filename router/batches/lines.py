@@ -4,7 +4,7 @@ Every line of an input file is one object, as OpenAI has it:
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": …, "messages": …}}
 
-Blank lines count as lines and are passed over. Pure; a `Reader` keeps 16 bytes of each custom_id, to find it again.
+Blank lines count as lines and are passed over. Pure.
 """
 
 import hashlib
@@ -21,6 +21,9 @@ MOST_ISSUES = 1000
 
 MOST_CUSTOM_ID = 512
 """Characters."""
+
+KEPT_CUSTOM_ID = 40
+"""A longer one is found again by its digest, so that few bytes are kept of each."""
 
 EXPIRED = "batch_expired", "This request could not be executed before the completion window expired."
 CANCELLED = "batch_cancelled", "This request was not executed because its batch was cancelled."
@@ -60,7 +63,7 @@ class Reader:
         self._model = lru_cache(64)(self._model_of)
         self._most_items = min(most_items, MOST_NUMBER - 1)
         self._most_line_bytes = most_line_bytes
-        self._seen: set[bytes] = set()
+        self._seen: set[str | bytes] = set()
         self._line = 0
         self.wrong = 0
         """Lines."""
@@ -119,18 +122,20 @@ class Reader:
         if body.get("stream"):
             raise _Refused("stream_not_supported", "a request of a batch cannot be streamed", "body.stream")
         asked = body.get("model", "default")
-        model = self._model(asked) if isinstance(asked, str | None) else None
+        model = self._model(asked) if asked is None or isinstance(asked, str) else None
         if model is None:
             raise _Refused("model_not_found", f"the model {asked!r:.200} does not exist here", "body.model")
         try:
             judge(self._endpoint, body, self._facts[model])
         except Wrong as wrong:
             raise _Refused("invalid_value", str(wrong), f"body.{wrong.field}") from None
-        digest = hashlib.blake2b(found.custom_id.encode(), digest_size=16).digest()
-        if digest in self._seen:
+        known: str | bytes = found.custom_id
+        if len(found.custom_id) > KEPT_CUSTOM_ID:
+            known = hashlib.blake2b(found.custom_id.encode(), digest_size=16).digest()
+        if known in self._seen:
             message = f"the custom_id {found.custom_id!r:.80} stands twice"
             raise _Refused("duplicate_custom_id", message, "custom_id")
-        self._seen.add(digest)
+        self._seen.add(known)
         return found, model
 
     def _model_of(self, asked: str | None) -> str | None:

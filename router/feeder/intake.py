@@ -9,9 +9,8 @@ from router.batches.model import BatchIssue, Item, StoredBatch
 from router.batches.store import Store
 
 COMMIT_ITEMS = 2_000
-COMMIT_BYTES = 8 << 20
-READ_BYTES = 4 << 20
-"""Lines that are wrong or blank make no commit: after so many bytes the next has its turn."""
+COMMIT_BYTES = 4 << 20
+"""Of lines, also of those that are wrong or blank: after so many the next batch has its turn."""
 
 
 def validation(
@@ -26,6 +25,8 @@ def validation(
         return
     lines = split(blobs.pieces(batch.input_file_id), most_line_bytes)
     for items in _commits(lines, reader):
+        if reader.is_too_long:
+            break
         if not reader.wrong and not store.accept(batch.id, owner, items):
             return
         yield
@@ -34,17 +35,14 @@ def validation(
 
 def _commits(lines: Iterator[bytes], reader: Reader) -> Iterator[list[Item]]:
     items: list[Item] = []
-    item_bytes = read_bytes = 0
+    size = 0
     for line in lines:
         item = reader.read(line)
-        read_bytes += len(line)
         if item is not None:
             items.append(item)
-            item_bytes += len(item.body)
-        if reader.is_too_long:
-            return
-        if len(items) >= COMMIT_ITEMS or item_bytes >= COMMIT_BYTES or read_bytes >= READ_BYTES:
+        size += len(line)
+        if len(items) >= COMMIT_ITEMS or size >= COMMIT_BYTES:
             yield items
-            items, item_bytes, read_bytes = [], 0, 0
+            items, size = [], 0
     if items:
         yield items

@@ -114,7 +114,7 @@ async def created(client: openai.AsyncOpenAI, content: bytes, window: str = "24h
     batch = await client.batches.create(
         input_file_id=file.id,
         endpoint="/v1/completions",
-        completion_completion_window=window,  # type: ignore[arg-type]
+        completion_window=window,  # type: ignore[arg-type]
     )
     return batch.id
 
