@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DATABASE, UPLOADS = "batches.db", "files"
 
 PIECE_BYTES = 1 << 20
-STALE_S = 86_400.0
+STALE_S = 3_600.0
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

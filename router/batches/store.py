@@ -117,17 +117,13 @@ class Store:
 
     def __init__(self, where: Path | str) -> None:
         self._path = where if isinstance(where, Path) else None
-        options: dict[str, Any] = {
-            "connect_args": {"connect_timeout": 5},
-            "pool_pre_ping": True,
-            "paramstyle": "format",
-        }
+        options: dict[str, Any]
         if self._path is not None:
             url, self.name = f"sqlite:///{where}", str(where)
-            waits = {"timeout": BUSY_S, "check_same_thread": False}
-            options = {"connect_args": waits, "paramstyle": "qmark"}
+            options = {"connect_args": {"timeout": BUSY_S, "check_same_thread": False}, "paramstyle": "qmark"}
         else:
             url = str(where).replace("postgresql:", "postgresql+psycopg:", 1)
+            options = {"connect_args": {"connect_timeout": 5}, "paramstyle": "format", "pool_pre_ping": True}
             try:
                 self.name = make_url(url).render_as_string().replace("+psycopg", "", 1)
             except (sa.exc.ArgumentError, ValueError):
@@ -380,25 +376,19 @@ class Store:
 
     # -- keeping house
 
-    def sweep(self, now_s: int, ended_before_s: int) -> list[str]:
+    def sweep(self, now_s: int, ended_before_s: int) -> set[str]:
         """Forgets files that have expired and are not being read, and batches that were over before `ended_before_s`,
-        with their results. The files that were uploaded and are gone, by id."""
+        with their results. The uploads that are left, by id."""
         with self._commit() as db:
-            busy, old = _being_read(db), (_F.expires_at <= now_s, _F.purpose == "batch")
-            gone = [name for name in db.scalars(sa.select(_F.id).where(*old)) if name not in busy]
-            db.execute(_FILES.delete().where(_F.id.in_(gone)))
+            old = _F.expires_at <= now_s, _F.purpose == "batch", _F.id.not_in(_being_read(db))
+            db.execute(_FILES.delete().where(*old))
             over = _batches(db, _B.status.not_in(OPEN))
         for batch in over:
             if getattr(batch, f"{batch.status}_at") < ended_before_s:
                 with self._commit() as db:  # one at a time: others want to write, too
-                    if _batch(db, batch.id, lock=True) is not None:
-                        db.execute(_ITEMS.delete().where(_of(batch.base)))
-                        db.execute(_FILES.delete().where(_F.batch == batch.id))
-                        db.execute(_BATCHES.delete().where(_B.id == batch.id))
-        return gone
-
-    def uploaded(self) -> set[str]:
-        """The ids of all files that were uploaded."""
+                    db.execute(_BATCHES.delete().where(_B.id == batch.id))
+                    db.execute(_FILES.delete().where(_F.batch == batch.id))
+                    db.execute(_ITEMS.delete().where(_of(batch.base)))
         with self._reading() as db:
             return set(db.scalars(sa.select(_F.id).where(_F.purpose == "batch")))
 

@@ -213,9 +213,8 @@ class Shell:
         while True:
             keep_s = 86_400 * self._settings.batch_keep_days
             try:
-                for name in await self._ask(self._store.sweep, int(time.time()), int(time.time() - keep_s)):
-                    self._blobs.remove(name)
-                self._blobs.sweep(await self._ask(self._store.uploaded))
+                left = await self._ask(self._store.sweep, int(time.time()), int(time.time() - keep_s))
+                self._blobs.sweep(left)
             except StoreError as error:
                 self._complain("nothing old is taken away", error)
             await asyncio.sleep(SWEEP_S)

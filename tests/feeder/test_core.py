@@ -145,17 +145,6 @@ def test_a_client_s_many_batches_send_no_more_than_another_s_one(store: Store) -
         world.one.answer(first_of(world, "gold"), OK)
 
 
-def test_who_has_long_items_holds_no_more_than_half(store: Store) -> None:
-    world = World(store, most_in_flight=8)
-    world.add("long", "flood", 100)
-    world.add("short", "gold", 400)
-    world.one.look()
-    for turn in range(100):
-        world.one.turn()
-        world.one.answer(first_of(world, "gold" if turn % 10 else "flood"), OK)
-    assert in_flight(world)["flood"] <= 5
-
-
 def test_what_ends_first_goes_first(store: Store) -> None:
     world = World(store, most_in_flight=8)
     world.add("late", "a", 20, "1h")

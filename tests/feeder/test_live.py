@@ -165,23 +165,6 @@ def test_a_batch_is_answered_as_its_requests_are(tokenizer: Path, tmp_path: Path
     run(body, tokenizer, tmp_path)
 
 
-def test_wrong_lines_are_listed_and_nothing_runs(tokenizer: Path, tmp_path: Path) -> None:
-    async def body(site: Batches) -> None:
-        client = site.client("gold")
-        content = jsonl([line("a", "x"), line("a", "x"), line("b", "x", model="nobody's")]) + b"{\n\n"
-        found = await site.over(client, await created(client, content))
-        assert found.status == "failed"
-        assert found.errors is not None
-        assert [(one.line, one.code) for one in found.errors.data or ()] == [
-            (2, "duplicate_custom_id"),
-            (3, "model_not_found"),
-            (4, "invalid_json_line"),
-        ]
-        assert (await site.work("r0"))["requests"] + (await site.work("r1"))["requests"] == 0
-
-    run(body, tokenizer, tmp_path)
-
-
 def test_a_batch_is_cancelled(tokenizer: Path, tmp_path: Path) -> None:
     async def body(site: Batches) -> None:
         client = site.client("gold")

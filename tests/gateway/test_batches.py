@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from router.batches import folder
-from router.batches.model import Ending, Item
+from router.batches.model import BatchIssue, Ending, Item
 from router.gateway.access.identity import HEADER_FEEDER, HEADER_ON_BEHALF, HEADER_STANDS_FOR, Identity
 from router.gateway.app import App, create_app
 from router.gateway.batches import upload as uploads
@@ -170,6 +170,13 @@ async def test_batches_by_the_official_client(asked: Asked) -> None:
     other = await created(client, await uploaded(client, lines("a")))
     for _ in range(2):
         assert (await client.batches.cancel(other.id)).status == "cancelling"
+    wrong = await created(client, name)
+    store.claim("f", ())
+    store.settle(wrong.id, "f", [BatchIssue("missing_body", "body is missing", 3)], 7)
+    found = await client.batches.retrieve(wrong.id)
+    assert found.errors is not None
+    [issue] = found.errors.data or ()
+    assert (found.status, issue.code, issue.line, issue.param) == ("failed", "missing_body", 3, None)
 
 
 @pytest.mark.parametrize(
