@@ -165,7 +165,7 @@ def serve(settings: table.Router) -> int:
             tls_of = tls.server(settings.tls_cert, settings.tls_key)
             jobs.append(http.serve(listener, shell, tls_of, leaving, named(settings.names)))
         if listed := sources(settings):
-            jobs.append(follow(listed, shell, tls.authorities(settings.replica_ca)))
+            jobs.append(follow(listed, shell, tls.believed(settings.replica_ca)))
         print(f"router ready on {shell.endpoint}", file=sys.stderr, flush=True)
         shell.run(*jobs)
     finally:

@@ -88,7 +88,7 @@ class Gateway:
             settings,
             lambda: self.fleet.workers,
             self.link.report_health,
-            tls.authorities(settings.replica_ca),
+            tls.believed(settings.replica_ca),
         )
         tokens = read_tokens(folders(settings))
         self.intake = Intake(

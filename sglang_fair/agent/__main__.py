@@ -51,7 +51,7 @@ def serve(settings: AgentSettings) -> int:
             settings.router,
             folders(settings),
             protection.read_keys(settings.keys, "gateway"),
-            tls.authorities(settings.replica_ca),
+            tls.believed(settings.replica_ca),
         )
     except (ValueError, OSError) as error:
         raise Mistake(str(error)) from None

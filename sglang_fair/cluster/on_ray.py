@@ -49,7 +49,7 @@ from sglang_fair.common.curve import Keys
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import PARENT, child_environment, die_with_parent
 from sglang_fair.common.service_keys import admin_key, feeder_key
-from sglang_fair.common.tls import authorities
+from sglang_fair.common.tls import believed
 
 CPU, GPU, MEMORY = "CPU", "GPU", "memory"
 
@@ -337,7 +337,7 @@ class Fleet:
         self._settings = settings
         self._nodes = nodes
         self._say = say
-        self._tls = authorities(settings.replica_ca)
+        self._tls = believed(settings.replica_ca)
         self._members: dict[str, Member] = {}
         self._free: list[Any] = []
         """Bundles of replicas that were drained."""

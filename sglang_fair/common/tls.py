@@ -102,32 +102,23 @@ class Server(Renewed):
         return context
 
 
-def authorities(path: str | None) -> ssl.SSLContext | None:
-    """For a client that believes the authorities in the PEM file at `path` alone; None, those of the system, without
-    one. Raises ValueError, in one line, for a file that cannot be used."""
-    if path is None:
+def believed(authority: str | None, certificate: str | None = None) -> ssl.SSLContext | None:
+    """For a client that believes the authorities in a PEM file alone; None, those of the system, without one. With
+    `certificate` the server must show the first one in that file, or one that this has signed, whatever name it is
+    asked by: two processes of one machine know each other so. Raises ValueError, in one line, for a file that cannot be
+    used."""
+    if certificate is not None:
+        return Renewed(lambda: _believing(_first(certificate)), certificate)
+    if authority is None:
         return None
 
     def read() -> ssl.SSLContext:
         try:
-            return ssl.create_default_context(cafile=path)
+            return ssl.create_default_context(cafile=authority)
         except OSError as error:  # of which SSLError is one
-            raise ValueError(f"{path}: {_reason(error)}") from None
+            raise ValueError(f"{authority}: {_reason(error)}") from None
 
-    return Renewed(read, path)
-
-
-def pinned(certificate: str) -> ssl.SSLContext:
-    """For a client of a server that must show the first certificate in the PEM file at `certificate`, or one that this
-    has signed, whatever name it is asked by: two processes of one machine know each other so. Raises ValueError, in one
-    line, for a file that cannot be used."""
-    return Renewed(lambda: _believing(_first(certificate)), certificate)
-
-
-def believed(authority: str | None, certificate: str | None) -> ssl.SSLContext | None:
-    """What a client is to believe: the server's own `certificate` alone, or an `authority`, or, None, those of the
-    system. Raises ValueError, in one line, for a file that cannot be used."""
-    return authorities(authority) if certificate is None else pinned(certificate)
+    return Renewed(read, authority)
 
 
 def server(certificate: str | None, key: str | None) -> Server | None:

@@ -51,7 +51,7 @@ def serve(settings: Dashboard) -> int:
         die_with_parent()
     gateway_tls = tls.believed(settings.gateway_ca, settings.gateway_cert)
     app = application(
-        settings.gateway, settings.every_s, admin_key.key(), gateway_tls, tls.authorities(settings.replica_ca),
+        settings.gateway, settings.every_s, admin_key.key(), gateway_tls, tls.believed(settings.replica_ca),
         named(settings.names),
     )  # fmt: skip
     try:

@@ -31,11 +31,11 @@ def check(settings: Certified | Authorities | Trust, *addresses: str) -> None:
         for field in addresses:
             check_address(settings, field, is_protected=settings.tls_cert is not None)
     if isinstance(settings, Authorities):
-        _usable("replica_ca", lambda: tls.authorities(settings.replica_ca))
+        _usable("replica_ca", lambda: tls.believed(settings.replica_ca))
     if isinstance(settings, Trust):
         if settings.gateway_ca is not None and settings.gateway_cert is not None:
             raise SettingError("--gateway-ca and --gateway-cert: give one of them", "gateway_cert")
-        _usable("gateway_ca", lambda: tls.authorities(settings.gateway_ca))
+        _usable("gateway_ca", lambda: tls.believed(settings.gateway_ca))
         _usable("gateway_cert", lambda: tls.believed(None, settings.gateway_cert))
 
 

@@ -61,13 +61,13 @@ async def test_a_replica_is_believed_by_its_authority(certificates: Certificates
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", 0, ssl_context=context).start()
     port = runner.addresses[0][1]
-    ours, shown = tls.authorities(certificates.authority), tls.pinned(certificates.certificate)
+    ours, shown = tls.believed(certificates.authority), tls.believed(None, certificates.certificate)
     for right, host in ((ours, "127.0.0.1"), (shown, "127.0.0.1"), (shown, "127.0.0.2")):
         assert await ask(right, host) == b"what"
     for wrong, host in (
-        (tls.pinned(other.certificate), "127.0.0.1"),
-        (tls.authorities(other.authority), "127.0.0.1"),
-        (tls.authorities(None), "127.0.0.1"),
+        (tls.believed(None, other.certificate), "127.0.0.1"),
+        (tls.believed(other.authority), "127.0.0.1"),
+        (tls.believed(None), "127.0.0.1"),
         (ours, "127.0.0.2"),
     ):
         with pytest.raises(NotConnected):
@@ -111,7 +111,7 @@ class TestRenewed:
         new = Certificates.make(tmp_path / "new", days=3)
         server = tls.server(files.certificate, files.key)
         assert server is not None
-        before, after = tls.authorities(files.authority), tls.authorities(new.authority)
+        before, after = tls.believed(files.authority), tls.believed(new.authority)
         first = server.end_s
         assert first == pytest.approx(time.time() + 2 * 86_400, abs=3600)
         assert self.connects(before, server)
@@ -131,7 +131,7 @@ class TestRenewed:
 
     def test_clients_believe_the_newest_authority_alone(self, files: Certificates, tmp_path: Path) -> None:
         new = Certificates.make(tmp_path / "new")
-        client = tls.authorities(files.authority)
+        client = tls.believed(files.authority)
         old_server, new_server = (tls.server(one.certificate, one.key) for one in (files, new))
         assert self.connects(client, old_server)
         assert not self.connects(client, new_server)
@@ -145,7 +145,7 @@ class TestRenewed:
         self, files: Certificates, tmp_path: Path
     ) -> None:
         new = Certificates.make(tmp_path / "new")
-        client, server = tls.pinned(files.certificate), tls.server(files.certificate, files.key)
+        client, server = tls.believed(None, files.certificate), tls.server(files.certificate, files.key)
         assert self.connects(client, server)
         shutil.copy(new.certificate, files.certificate)
         shutil.copy(new.key, files.key)
@@ -161,7 +161,7 @@ class TestRenewed:
         server = tls.server(ended.certificate, ended.key)
         assert server is not None
         assert 0 < server.end_s < time.time()
-        assert not self.connects(tls.authorities(ended.authority), server)
+        assert not self.connects(tls.believed(ended.authority), server)
         server.warn()
         assert "has ended" in caplog.text
 
@@ -189,7 +189,7 @@ get = partial(httpx.get, timeout=60)
 def test_clients_and_operators_are_served_over_https(
     served: tuple[int, int], files: Certificates, tmp_path: Path
 ) -> None:
-    context = tls.authorities(files.authority)
+    context = tls.believed(files.authority)
     assert context is not None
     port, admin = served
 
@@ -219,7 +219,7 @@ def test_clients_and_operators_are_served_over_https(
     new = Certificates.make(tmp_path / "new")
     for old, renewed in zip((files.certificate, files.key), (new.certificate, new.key), strict=True):
         shutil.copy(renewed, old)
-    after = tls.authorities(new.authority)
+    after = tls.believed(new.authority)
     assert after is not None
     for one, path in ((port, "health"), (admin, "status")):
         assert get(f"https://127.0.0.1:{one}/{path}", verify=after).status_code in (200, 503)
