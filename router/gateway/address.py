@@ -103,9 +103,7 @@ class SharedPort(socket.socket):
         _bound(host, port).close()  # `SO_REUSEPORT` would share it
         family, kind, protocol, _, address = _resolved(host, port)
         super().__init__(family, kind, protocol)
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-            self.setsockopt(socket.SOL_SOCKET, option, 1)
-        self.bind(address)
+        _bind(self, address, shared=True)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         return _bound, (*self.getsockname()[:2], True)
@@ -116,6 +114,18 @@ def _resolved(host: str, port: int) -> Any:
 
 
 def _bound(host: str, port: int, shared: bool = False) -> socket.socket:
-    family, *_, address = _resolved(host, port)
-    is_six = family == socket.AF_INET6
-    return socket.create_server(address, family=family, reuse_port=shared, dualstack_ipv6=is_six)
+    family, kind, protocol, _, address = _resolved(host, port)
+    made = socket.socket(family, kind, protocol)
+    _bind(made, address, shared)
+    return made
+
+
+def _bind(made: socket.socket, address: Any, shared: bool) -> None:
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
