@@ -6,6 +6,7 @@ What follows a failed attempt is decided in `replicas.retries`, and whether a st
 
 import asyncio
 import logging
+import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -28,7 +29,6 @@ from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.common.deadlines import HEADER_TIER, Promise
 from sglang_fair.common.identity import HEADER_ATTEMPT, HEADER_CALL
 from sglang_fair.common.interaction import Part
-from sglang_fair.common.names import fresh_name
 from sglang_fair.common.swapping import HEADER_MODEL
 from sglang_fair.core.interactions import Interaction
 
@@ -221,7 +221,7 @@ class Serving:
         gateway.interactions.tick(now_s)
         limits = None if known.tenant is None else known.tenant.overload
         return Arrive(
-            id=fresh_name(),
+            id=os.urandom(16).hex(),
             client=row.client,
             tokens=leg.tokens,
             max_output_tokens=leg.call.max_output_tokens,

@@ -20,8 +20,7 @@ from sglang_fair.common.files import read_json
 from sglang_fair.common.installed import missing_engine
 from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.common.service_keys import replica_key
-from sglang_fair.engines import cpu
-from sglang_fair.engines.emulated import settings as emulated
+from sglang_fair.engines import cpu, emulated
 from sglang_fair.models.catalog import EMULATED, ServedModel, find
 from sglang_fair.settings import protection
 from sglang_fair.settings.setting import SettingError

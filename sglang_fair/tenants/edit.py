@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from sglang_fair.settings.places import opened
+from sglang_fair.settings.file import opened
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import file
 from sglang_fair.tenants.model import Tenant, Tenants

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 import yaml
 
-from sglang_fair.settings.places import entries, is_null, opened, place_of
+from sglang_fair.settings.file import entries, is_null, opened, place_of
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants.model import Tenants
 

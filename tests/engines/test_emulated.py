@@ -13,8 +13,8 @@ from sglang_fair.cluster.gpus import Machine
 from sglang_fair.cluster.options import ConfigError, Options, check
 from sglang_fair.cluster.plan import Model, build
 from sglang_fair.cluster.ports import Ports, ReplicaPorts
+from sglang_fair.engines import emulated as settings
 from sglang_fair.engines import replica
-from sglang_fair.engines.emulated import settings
 from sglang_fair.models import catalog as models
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.cost_model import make_cost_model, to_json

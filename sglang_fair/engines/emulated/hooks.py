@@ -12,8 +12,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_fair.common.files import read_json
-from sglang_fair.engines import cpu
-from sglang_fair.engines.emulated import settings
+from sglang_fair.engines import cpu, emulated
 from sglang_fair.overlay import Hook
 from sglang_fair.sim.answers import answer
 from sglang_fair.sim.emulation import Emulation
@@ -98,7 +97,7 @@ def _next_token(req: Any, length: int) -> int:
 
 
 def worker_started(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
-    worker.emulated = EmulatedGpu(settings.read(os.environ), worker.model_config.vocab_size)
+    worker.emulated = EmulatedGpu(emulated.read(os.environ), worker.model_config.vocab_size)
     logger.warning("sglang-fair: this is no real GPU: %s; its words mean nothing", worker.emulated.emulation)
 
 
