@@ -137,6 +137,8 @@ class Process:
     None: `argv` is a command line."""
     gpus: tuple[Gpu, ...] = ()
     """For a replica: the GPUs that it uses alone."""
+    ports: ReplicaPorts | None = None
+    """Those that it listens at."""
     says_why: bool = False
     """Whether its last line says, by itself, why it ended."""
 
@@ -430,6 +432,7 @@ def placed(
         worker=worker,
         fork_server=fork_server,
         gpus=gpus,
+        ports=ports,
     )
 
 

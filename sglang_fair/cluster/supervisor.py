@@ -9,7 +9,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from router.client import RouterClient
 from router.events import WorkerDown
@@ -47,42 +47,30 @@ class StartFailed(RuntimeError):
     """A process did not become ready; the text says which and why."""
 
 
+@dataclass
 class Supervisor:
     """One run of a plan, which may change while it runs. `stop` ends it gracefully; a second `stop` kills."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        reporter: ConsoleReporter,
-        *,
-        rule: RestartRule | None = None,
-        link: RouterClient | None = None,
-        inherited: Callable[[Process], Sequence[int]] = lambda spec: (),
-    ) -> None:
-        """Starts nothing yet. `link` reports replicas that die and return to the router; `inherited` says which of our
-        open files a process gets."""
-        self._plan = plan
-        self._reporter = reporter
-        self._rule = rule or RestartRule()
-        self._link = link
-        self._inherited = inherited
-        self._children: dict[str, Child] = {}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self.was_up = False
-        """Whether all processes have been ready at some time."""
-        self._is_ending = False
-        self._changes: set[asyncio.Task[None]] = set()
-        self._lost: asyncio.Future[None] | None = None
-        self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
+    plan: Plan
+    reporter: ConsoleReporter
+    rule: RestartRule = RestartRule()
+    link: RouterClient | None = None
+    """Reports replicas that die and return to the router."""
+    inherited: Callable[[Process], Sequence[int]] = lambda spec: ()
+    """Which of our open files a process gets."""
+    was_up: bool = False
+    """Whether all processes have been ready at some time."""
+    _children: dict[str, Child] = field(default_factory=dict)
+    _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _is_ending: bool = False
+    _changes: set[asyncio.Task[None]] = field(default_factory=set)
+    _lost: asyncio.Future[None] | None = None
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def pids(self) -> dict[str, int]:
         return {name: child.pid for name, child in self._children.items()}
-
-    @property
-    def plan(self) -> Plan:
-        return self._plan
 
     def state(self, name: str) -> str:
         """The state of a process: up, or down (it is being started or restarted)."""
@@ -91,8 +79,8 @@ class Supervisor:
 
     def respec(self, spec: Process) -> None:
         """Replaces the process of this name in the plan; it takes effect when that process is next started."""
-        processes = tuple(spec if one.name == spec.name else one for one in self._plan.processes)
-        self._plan = replace(self._plan, processes=processes)
+        processes = tuple(spec if one.name == spec.name else one for one in self.plan.processes)
+        self.plan = replace(self.plan, processes=processes)
 
     def stop(self) -> bool:
         """Ends the run gracefully, or at once when called again, which is returned. May be called from a signal handler
@@ -125,10 +113,10 @@ class Supervisor:
     async def _serve(self) -> None:
         """Starts everything and restarts what dies. Returns when the cluster cannot go on."""
         for roles in STAGES:
-            await self._start_all(self._plan.of(*roles))
+            await self._start_all(self.plan.of(*roles))
         self._lost = asyncio.get_running_loop().create_future()
         self.was_up = True
-        self._reporter.up(self.pids)
+        self.reporter.up(self.pids)
         for child in self._children.values():
             self._watch(child)
         try:
@@ -156,7 +144,7 @@ class Supervisor:
         """Starts one more process; once it is ready, it is restarted when it dies. Raises `StartFailed`."""
 
         async def work() -> None:
-            self._plan = replace(self._plan, processes=(*self._plan.processes, spec))
+            self.plan = replace(self.plan, processes=(*self.plan.processes, spec))
             try:
                 child = await self._start(spec)
                 await self._until_ready(child)
@@ -196,12 +184,12 @@ class Supervisor:
         if name in self._children:
             await self._stop_one(self._children[name])
             del self._children[name]
-        processes = tuple(one for one in self._plan.processes if one.name != name)
-        self._plan = replace(self._plan, processes=processes)
+        processes = tuple(one for one in self.plan.processes if one.name != name)
+        self.plan = replace(self.plan, processes=processes)
 
     async def _stop_one(self, child: Child) -> None:
         if not await child.stop(self._hurry):
-            self._reporter.say(f"{child.spec.name} was killed: it had not ended in time")
+            self.reporter.say(f"{child.spec.name} was killed: it had not ended in time")
 
     async def _start_all(self, specs: Sequence[Process]) -> None:
         """Starts `specs` side by side and waits until all are ready. Raises `StartFailed`."""
@@ -220,7 +208,7 @@ class Supervisor:
                 if pending:
                     left = [waits[wait] for wait in waits if wait in pending]
                     limit_s = max(spec.ready_timeout_s for spec in left)
-                    self._reporter.waiting([spec.name for spec in left], time.monotonic() - began_s, limit_s)
+                    self.reporter.waiting([spec.name for spec in left], time.monotonic() - began_s, limit_s)
         finally:
             for wait in pending:
                 wait.cancel()
@@ -229,7 +217,7 @@ class Supervisor:
 
     async def _start(self, spec: Process) -> Child:
         try:
-            child = await Child.start(spec, self._reporter.line, self._inherited(spec))
+            child = await Child.start(spec, self.reporter.line, self.inherited(spec))
         except OSError as error:
             raise StartFailed(f"{spec.name} cannot be started: {error}") from error
         self._children[spec.name] = child
@@ -243,11 +231,11 @@ class Supervisor:
         try:
             await asyncio.wait([ready, exited], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
-                self._reporter.died(name, exited.result(), child.tail)
+                self.reporter.died(name, exited.result(), child.tail)
                 why = child.tail[-1] if child.spec.says_why and child.tail else exited.result()
                 raise StartFailed(f"{name} ended before it was ready: {why}")
             if not ready.done():
-                self._reporter.died(name, f"not ready after {limit_s:.0f} s", child.tail)
+                self.reporter.died(name, f"not ready after {limit_s:.0f} s", child.tail)
                 raise StartFailed(f"{name} was not ready after {limit_s:.0f} s (--start-timeout)")
             ready.result()
         finally:
@@ -255,7 +243,7 @@ class Supervisor:
             exited.cancel()
             await asyncio.wait([ready, exited])
         child.ready_s = time.monotonic()
-        self._reporter.is_ready(name, child.ready_s - child.started_s)
+        self.reporter.is_ready(name, child.ready_s - child.started_s)
 
     async def _keep(self, child: Child) -> None:
         """Restarts the process whenever it ends. Returns when it is given up."""
@@ -263,48 +251,48 @@ class Supervisor:
         while True:
             how = await child.exited()
             spec = self._spec(child.spec.name)
-            early = 0 if child.served_s >= self._rule.early_s else early + 1
+            early = 0 if child.served_s >= self.rule.early_s else early + 1
             if child.ready_s is not None:
-                self._reporter.died(spec.name, how, child.tail)
+                self.reporter.died(spec.name, how, child.tail)
                 self._report_down(spec)
-            if early >= self._rule.give_up_after and spec.role in VITAL:
-                within = f"within {self._rule.early_s:.0f} s of being ready"
-                self._reporter.say(f"{spec.name} is given up: it died {early} times in a row {within}")
+            if early >= self.rule.give_up_after and spec.role in VITAL:
+                within = f"within {self.rule.early_s:.0f} s of being ready"
+                self.reporter.say(f"{spec.name} is given up: it died {early} times in a row {within}")
                 return
-            delay_s = self._rule.delay_s(early)
-            self._reporter.say(f"{spec.name} is started again in {delay_s:.1f} s")
+            delay_s = self.rule.delay_s(early)
+            self.reporter.say(f"{spec.name} is started again in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
             try:
                 child = await self._start(self._spec(spec.name))  # `respec` may have changed it
                 await self._until_ready(child)
             except StartFailed as error:
-                self._reporter.say(str(error))
+                self.reporter.say(str(error))
                 await child.stop(self._hurry)
                 child.ready_s = None
                 continue
             self._report_up(spec)
 
     def _spec(self, name: str) -> Process:
-        return next(spec for spec in self._plan.processes if spec.name == name)
+        return next(spec for spec in self.plan.processes if spec.name == name)
 
     def _report_down(self, spec: Process) -> None:
-        if self._link is not None and spec.worker is not None:
-            self._link.tell(WorkerDown(spec.worker.worker))
+        if self.link is not None and spec.worker is not None:
+            self.link.tell(WorkerDown(spec.worker.worker))
 
     def _report_up(self, spec: Process) -> None:
-        if self._link is None:
+        if self.link is None:
             return
         if spec.worker is not None:
-            self._link.tell(spec.worker)
+            self.link.tell(spec.worker)
         if spec.role == "router":  # a new router takes all workers on its command line to be up
-            for replica in self._plan.of("replica"):
+            for replica in self.plan.of("replica"):
                 child = self._children.get(replica.name)  # a replica that is being added has none yet
                 if child is None or child.ready_s is None or not child.running:
                     self._report_down(replica)
 
     async def _stop_all(self) -> None:
         for roles in reversed(STAGES):
-            names = [spec.name for spec in self._plan.of(*roles) if spec.name in self._children]
+            names = [spec.name for spec in self.plan.of(*roles) if spec.name in self._children]
             await asyncio.gather(*(self._stop_one(self._children[name]) for name in names))
 
 

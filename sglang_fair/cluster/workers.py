@@ -10,7 +10,7 @@ Where replicas run, and how they are started and stopped there, a `Crew` knows.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import aiohttp
@@ -82,16 +82,16 @@ class Crew(Protocol):
         ...
 
 
+@dataclass
 class Workers:
     """Carries out these requests on a crew. Several may run at a time."""
 
-    def __init__(self, crew: Crew, router: str, keys: Keys | None = None) -> None:
-        """`router` is the router's address, which has its own of `keys`."""
-        self._crew = crew
-        self._router = router
-        self._keys = keys
-        self._states: dict[str, str] = {}
-        """The states of the replicas that are being added or drained."""
+    crew: Crew
+    router: str
+    """The router's address, which has its own of `keys`."""
+    keys: Keys | None = None
+    _states: dict[str, str] = field(default_factory=dict)
+    """The states of the replicas that are being added or drained."""
 
     async def handle(self, request: dict[str, Any], say: Say) -> dict[str, Any]:
         match request:
@@ -108,25 +108,25 @@ class Workers:
         raise Refused("not a request: list, add or drain a name")
 
     def rows(self) -> list[ReplicaState]:
-        return [replace(row, state=self._states.get(row.name, row.state)) for row in self._crew.rows()]
+        return [replace(row, state=self._states.get(row.name, row.state)) for row in self.crew.rows()]
 
     async def seen(self) -> list[ReplicaState]:
         """The same with the models that those have which can load several, if a router answers."""
-        swaps = await router_state(self._router, "swaps", keys=self._keys) or {}
+        swaps = await router_state(self.router, "swaps", keys=self.keys) or {}
         return [
             replace(row, model=model_of(swaps[row.name])) if row.name in swaps else row for row in self.rows()
         ]
 
     async def swap(self, name: str, model: str, say: Say) -> dict[str, Any]:
         """Has a replica load another model, and returns when it serves. Raises `Refused`."""
-        began = await router_answer(self._router, Swap("swap", name, model), KNOWN_S, self._keys)
+        began = await router_answer(self.router, Swap("swap", name, model), KNOWN_S, self.keys)
         if isinstance(began, Refuse):
             raise Refused(began.reason)
         if began is None:
             raise Refused("no router answers")
         said = ""
         while True:
-            state = (await router_state(self._router, "swaps", keys=self._keys) or {}).get(name, {})
+            state = (await router_state(self.router, "swaps", keys=self.keys) or {}).get(name, {})
             phase = state.get("phase", "unknown")
             if phase == "serves":
                 break
@@ -142,15 +142,15 @@ class Workers:
         """Starts one more replica, of the model of this name if one is given, and returns when it serves. Raises
         `Refused`."""
         known = (
-            await router_state(self._router, "workers", keys=self._keys) or {}
+            await router_state(self.router, "workers", keys=self.keys) or {}
         )  # gateways may have added some
-        taken = {number(name) for name in (*known, *self._states, *(row.name for row in self._crew.rows()))}
+        taken = {number(name) for name in (*known, *self._states, *(row.name for row in self.crew.rows()))}
         chosen = next(one for one in range(len(taken) + 1) if one not in taken)
         name = f"r{chosen}"
         self._states[name] = "starting"
         say(f"{name} is being started")
         try:
-            await self._crew.start(chosen, model, say)
+            await self.crew.start(chosen, model, say)
         finally:
             del self._states[name]
         if not await self._is_known(name):
@@ -168,9 +168,9 @@ class Workers:
             raise Refused(f"no other replica is up: nothing could be served without {name}")
         self._states[name] = "draining"
         try:
-            await self._crew.let_go(name)
+            await self.crew.let_go(name)
             await self._drained(name, rows[name].url, say)
-            await self._crew.stop(name)
+            await self.crew.stop(name)
         finally:
             del self._states[name]
         return replace(rows[name], state="stopped")
@@ -179,13 +179,13 @@ class Workers:
         """Returns when the router no longer lists the worker and it has no request left, or when it has died."""
         said = None
         while True:
-            known = await router_state(self._router, "workers", keys=self._keys)
+            known = await router_state(self.router, "workers", keys=self.keys)
             if known is not None and name not in known:
                 break
             if known is None:
                 waits = "no router answers"
             else:
-                self._crew.remind(name, known[name])
+                self.crew.remind(name, known[name])
                 waits = f"{known[name].get('in_flight', '?')} requests under way"
             if waits != said:
                 said = waits
@@ -200,7 +200,7 @@ class Workers:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + KNOWN_S
         while loop.time() < until_s:
-            if name in (await router_state(self._router, "workers", keys=self._keys) or {}):
+            if name in (await router_state(self.router, "workers", keys=self.keys) or {}):
                 return True
             await asyncio.sleep(POLL_S)
         return False

@@ -1,20 +1,16 @@
 """A configuration file: what it sets, what wins over it, and how a mistake in it is reported."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from sglang_fair import cli
 from sglang_fair.cluster import __main__ as cluster_command
 from sglang_fair.cluster.options import Options
 from sglang_fair.settings import file
 from sglang_fair.settings.program import load, parse
 from sglang_fair.settings.setting import SettingError, command_line, settings_of
 from sglang_fair.settings.table import SECTIONS, Cluster, Gateway
-from tests.support import fork_server
 
 GOOD = """\
 # A comment.
@@ -143,17 +139,3 @@ def test_what_is_required_is_missed_by_name(capsys: pytest.CaptureFixture[str]) 
     assert [name for name, setting in settings_of(Gateway).items() if setting.required] == [
         "port", "router", "model_name", "tokenizer"
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("section", SECTIONS)
-def test_nothing_starts_on_a_bad_file(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(fork_server.PREFIX, raising=False)  # what is forked has one output
-    path = write(tmp_path, f"{section}:\n  nothing: 1\n")
-    done = subprocess.run(
-        [sys.executable, "-m", cli.PROGRAMS[section].module, "--config", str(path)],
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"sglang-fair {section}: {path}:2:3: there is no setting in {section}")
-    assert done.stderr.count("\n") == 1
