@@ -85,7 +85,7 @@ class BelowShare(vtc.VtcExperiment):
         served = [run[f"clients/client {k}/service"] for k in (1, 2, 3)]
         ratio, rest = served[1] / served[0], served[2] / sum(served)
         p90_s = max(run[f"clients/client {k}/response_s/p90"] for k in (1, 2))
-        first_s, last_s = by_third(run, "client 3")
+        first_s, last_s = (in_third(run, third, "response_s", 3) for third in (0, 2))
         yield graded(1.9 <= ratio <= 2.1).claim(f"""Clients below their share are served as they ask |
             services 1 : 2 | 1 : {ratio:.2f}""")
         yield at_most(p90_s, 5, 10).claim(f"""They are served at once | immediately | P90 of the response time
@@ -168,7 +168,8 @@ class Isolation(vtc.VtcExperiment):
         return [vtc.row("vtc", "vtc", vtc.sent("ramp", even(STEADY_RPM), ramp))]
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
-        (before_s, after_s), (_, other_s) = (by_third(at["vtc"], f"client {k}") for k in (1, 2))
+        thirds = ((0, 1), (2, 1), (2, 2))
+        before_s, after_s, other_s = (in_third(at["vtc"], third, "response_s", k) for third, k in thirds)
         yield graded(
             after_s <= 5 and after_s < other_s / 3, after_s < other_s / 2
         ).claim(f"""The well-behaved client's response time is about the same, however much the other sends |
@@ -177,10 +178,11 @@ class Isolation(vtc.VtcExperiment):
         yield vtc.rates_and_responses(at["vtc"])
 
 
-def by_third(run: Result, client: str) -> tuple[float, float]:
-    """A client's response time, s: the mean in the first and in the last third of the run."""
-    line, length_s = run.curve("response_s", client), run.cell.plan.duration_s
-    return average(line, 0.0, length_s / 3), average(line, length_s * 2 / 3, length_s)
+def in_third(run: Result, third: int, what: str, k: int, margin_s: float = 0.0) -> float:
+    """The mean of client k's curve in a third of the run, without so much at both ends."""
+    length_s = run.cell.plan.duration_s / 3
+    within = third * length_s + margin_s, (third + 1) * length_s - margin_s
+    return average(run.curve(what, f"client {k}"), *within)
 
 
 # ---- Figures 7 and 8: Poisson arrivals, requests of unlike lengths
@@ -242,7 +244,10 @@ class Shift(vtc.VtcExperiment):
 
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         asked = PHASES_RPM[0][1] / 60 * (TOKENS + 2 * TOKENS)
-        rates = {name: [_rates_in(one, phase) for phase in range(3)] for name, one in at.items()}
+        rates = {
+            name: [[in_third(one, phase, "rate", k, 30.0) for k in (1, 2)] for phase in range(3)]
+            for name, one in at.items()
+        }
         shares = {name: [one / (one + other) for one, other in found] for name, found in rates.items()}
         served = {name: found[1][0] / asked for name, found in rates.items()}
         fair, lifted = shares["vtc"][1], shares["lcf"][1]
@@ -261,14 +266,6 @@ class Shift(vtc.VtcExperiment):
         parts = [[at[name].cell.title, *(100 * part for part in found)] for name, found in shares.items()]
         yield Table("Client 1's part of the service, by phase", head, parts)
         yield received_rates(at)
-
-
-def _rates_in(result: Result, phase: int) -> tuple[float, float]:
-    """Both clients' service rates in the windows that lie inside a phase, units/s."""
-    phase_s = result.cell.plan.duration_s / 3
-    within = phase * phase_s + 30.0, (phase + 1) * phase_s - 30.0
-    one, other = (average(result.curve("rate", f"client {k}"), *within) for k in (1, 2))
-    return one, other
 
 
 # ---- Figure 15: how large the difference gets, by size of the pool and by length of requests
