@@ -172,12 +172,13 @@ def _next_best(
 ) -> WorkerView:
     """Of the workers beside `chosen` one with the longest match, of these the one of least load. Only those that hold
     something are looked at, if there are any."""
-    found, longest, load = chosen, 0, inf
+    found, longest, least, own = chosen, 0, inf, chosen.name
     for name, tokens in match.lengths.items():
-        if tokens >= longest and name != chosen.name:
+        if tokens >= longest and name != own:
             worker = by_name[name]
-            if (tokens > longest or worker.load < load) and worker in workers:
-                found, longest, load = worker, tokens, worker.load
+            load = worker.load
+            if (tokens > longest or load < least) and worker in workers:
+                found, longest, least = worker, tokens, load
     if found is not chosen:
         return found
     others = [worker for worker in workers if worker is not chosen]

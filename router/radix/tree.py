@@ -16,14 +16,15 @@ Nothing is ever swept as a whole except by `clear`: eviction takes leaves from t
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import msgspec
+
 from router.events import TOKEN_BYTES
 from router.radix.blocks import BlockIndex, Run
 from router.radix.node import NO_REFS, Node, WorkerBits, bits, live, spanning, upwards
 from router.radix.structure import Structure
 
 
-@dataclass(slots=True)
-class Match:
+class Match(msgspec.Struct, gc=False):
     """How much of one prompt each worker holds, in tokens, always whole pages. Not to be changed.
 
     `lengths` has an entry for each worker that holds any. `holders`, in a fixed order, are those with the longest
@@ -32,9 +33,9 @@ class Match:
 
     tokens: int = 0
     holders: Collection[str] = ()
-    lengths: dict[str, int] = field(default_factory=dict)
+    lengths: dict[str, int] = {}
     branches: tuple[int, ...] = ()
-    end: "tuple[Node, Node | None] | None" = field(default=None, compare=False, repr=False)
+    end: tuple[Node, Node | None] | None = None
     """For the tree: the last node that is matched whole, and the one below it that is matched in part."""
 
     def of(self, worker: str) -> int:
