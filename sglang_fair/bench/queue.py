@@ -96,6 +96,10 @@ class Site:
         self.placement = cast(Any, build(placement))
         self.views = [a_view(f"w{at:02}") for at in range(WORKERS)]
         self.models = {view.name: f"m{at % MODELS}" for at, view in enumerate(self.views)}
+        self.views_of = {
+            f"m{at}": [view for view in self.views if self.models[view.name] == f"m{at}"]
+            for at in range(MODELS)
+        }
         self.sent: list[tuple[Request, str]] = []
         self.now_s, self._rng, self._count = 0.0, Random(seed), 0
         for view in self.views:
@@ -116,8 +120,7 @@ class Site:
 
     def arrive(self, request: Request) -> bool:
         """Whether it waits."""
-        views = [view for view in self.views if self.models[view.name] == request.model]
-        chosen = self.placement.place(request, NO_MATCH, views, self.now_s)
+        chosen = self.placement.place(request, NO_MATCH, self.views_of[request.model], self.now_s)
         if chosen is not None:
             self._place(request, chosen)
         return chosen is None

@@ -275,9 +275,18 @@ class Groups:
         del group.line[middle:]
         newer.line = line
         for entry in line:
-            group.count(entry, -1)
-            newer.count(entry, 1)
+            prompt_tokens, output_tokens, variance = entry.work
+            newer.prompt_tokens += prompt_tokens
+            newer.output_tokens += output_tokens
+            newer.output_variance += variance
+            group.output_tokens -= output_tokens
+            group.output_variance -= variance
             entry.group = newer
+        group.prompt_tokens -= newer.prompt_tokens
+        for one in (group, newer):
+            one.deadlines = sorted([entry.promise.due_s for entry in one.line])
+        if not group.line:  # drop what rounding has left over
+            group.output_tokens = group.output_variance = 0.0
         self._rank(group)
         self._rank(newer)
         return newer
