@@ -225,7 +225,7 @@ class Store:
     def batch(self, client: str, name: str) -> StoredBatch | None:
         """The batch of this id."""
         with self._reading() as db:
-            return _batch(db, name, client)
+            return _batch(db, _B.id == name, _B.client == client)
 
     def batches(self, client: str, *, after: str | None, limit: int) -> list[StoredBatch] | None:
         """At most `limit`, the newest first, behind the one of id `after`; None if there is no such batch."""
@@ -236,7 +236,7 @@ class Store:
     def cancel(self, client: str, name: str, now_s: int) -> StoredBatch | None:
         """The batch as it is then: cancelling, unless it was over; None if there is none."""
         with self._commit() as db:
-            batch = _batch(db, name, client, lock=True)
+            batch = _batch(db, _B.id == name, _B.client == client, lock=True)
             if batch is None or batch.is_over or batch.closing:
                 return batch
             return _write(db, _moved(batch, "cancelling", now_s, closing="cancelled"))
@@ -360,7 +360,7 @@ class Store:
     def close(self, batch: str, now_s: int, most: int) -> bool:
         """Ends at most `most` items of a batch that is cancelled, or whose window is over. True: it is over."""
         with self._commit() as db:
-            found = _batch(db, batch, lock=True)
+            found = _batch(db, _B.id == batch, lock=True)
             if found is None or found.is_over:
                 return True
             if not found.closing:
@@ -493,30 +493,24 @@ def _being_read(db: Connection) -> set[str]:
     return {batch.input_file_id for batch in _batches(db, _B.status == "validating")}
 
 
-def _batches(db: Connection, which: sa.ColumnElement[bool]) -> list[StoredBatch]:
-    return [_stored(row) for row in db.execute(sa.select(*_BATCH).where(which).order_by(_B.seq))]
+def _batches(db: Connection, *which: sa.ColumnElement[bool], lock: bool = False) -> list[StoredBatch]:
+    found = sa.select(*_BATCH).where(*which).order_by(_B.seq)
+    return [_stored(row) for row in db.execute(found.with_for_update() if lock else found)]
 
 
-def _batch(db: Connection, name: str, client: str | None = None, *, lock: bool = False) -> StoredBatch | None:
-    found = sa.select(*_BATCH).where(_B.id == name)
-    if client is not None:
-        found = found.where(_B.client == client)
-    row = db.execute(found.with_for_update() if lock else found).first()
-    return None if row is None else _stored(row)
+def _batch(db: Connection, *which: sa.ColumnElement[bool], lock: bool = False) -> StoredBatch | None:
+    return next(iter(_batches(db, *which, lock=lock)), None)
 
 
 def _known(db: Connection, name: str) -> StoredBatch:
-    found = _batch(db, name)
-    if found is None:
+    if (found := _batch(db, _B.id == name)) is None:
         raise StoreError(f"there is no batch {name}")
     return found
 
 
 def _validated(db: Connection, name: str, owner: str) -> StoredBatch | None:
     """The batch, if `owner` validates it."""
-    mine = sa.select(*_BATCH).where(_B.id == name, _B.status == "validating", _B.owner == owner)
-    row = db.execute(mine.with_for_update()).first()
-    return None if row is None else _stored(row)
+    return _batch(db, _B.id == name, _B.status == "validating", _B.owner == owner, lock=True)
 
 
 _decoded = msgspec.json.Decoder(StoredBatch).decode
