@@ -14,8 +14,8 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from router.batches.model import StoreError
@@ -45,21 +45,9 @@ SETTINGS_VARIABLE = "SGLANG_FAIR_GATEWAY"
 
 KINDS = {path: kind for kind, path in PATHS.items()}
 
-DOCUMENTATION = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>sglang-fair gateway</title>
-<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
-<div id="page"></div>
-<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
-<script>SwaggerUIBundle({url: "openapi.json", dom_id: "#page", deepLinking: true})</script>
-</html>
-"""
-
 
 class Pages(Starlette):
-    """What the gateway answers itself at one address, and its documentation at /docs and /openapi.json."""
+    """What the gateway answers itself at one address, and its documentation at /openapi.json."""
 
     def __init__(
         self,
@@ -81,12 +69,8 @@ class Pages(Starlette):
         async def openapi(_: Request) -> Response:
             return JSONResponse(self.openapi())
 
-        async def documentation(_: Request) -> Response:
-            return HTMLResponse(DOCUMENTATION)
-
-        about: list[BaseRoute] = [Route("/openapi.json", openapi), Route("/docs", documentation)]
         super().__init__(
-            routes=[*routes, *about],
+            routes=[*routes, Route("/openapi.json", openapi)],
             exception_handlers={ApiError: refuse, HTTPException: refuse},
             lifespan=lifespan,
         )

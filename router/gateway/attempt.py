@@ -132,7 +132,9 @@ class Attempt:
         body = self._call.forwarded(self._place.id)
         self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body, self._patience_s)
         # A replica that falls silent is given up at once, wherever in here its answer is waited for.
-        with self._replicas.while_it_answers(worker, self._asking.give_up):
+        waiting, give_up = self._replicas.waiting_for(worker), self._asking.give_up
+        waiting.add(give_up)
+        try:
             async with self._asking as answer:
                 if (failed := TURNED_AWAY.get(answer.status)) is not None:
                     self._may_be_working = False
@@ -146,6 +148,8 @@ class Attempt:
                 else:
                     await self._pass_whole(answer, reply)
                 self._may_be_working = False
+        finally:
+            waiting.discard(give_up)
 
     async def _pass_whole(self, answer: Connection, reply: Reply) -> None:
         body, headers = await answer.read(), self._headers(answer)

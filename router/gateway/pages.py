@@ -7,13 +7,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from router.client import RouterGone
-from router.gateway.errors import ApiError
 from router.gateway.explain import Explained, Latest
 from router.gateway.gateway import Gateway
 from router.gateway.metrics import CONTENT_TYPE
 from router.gateway.operations import AnyId, Operation, json_response, numbered
 from router.gateway.request.call import model_not_found
-from router.gateway.request.kinds import NOT_STORED
 from router.gateway.usage import UsageReport
 
 MOST_LATEST = 1000
@@ -167,22 +165,6 @@ class Public:
         return await self._gateway.usage.of(
             self._gateway.identity.of(request.headers, request.scope.get("client"))
         )
-
-    @Operation(
-        "GET", "/v1/responses/{id}", "A stored response, of which there are none.",
-        errors=(401, 404), where=AnyId,
-    )  # fmt: skip
-    @Operation(
-        "DELETE", "/v1/responses/{id}", "Delete a stored response, of which there are none.",
-        errors=(401, 404), where=AnyId,
-    )  # fmt: skip
-    @Operation(
-        "POST", "/v1/responses/{id}/cancel", "Cancel a response in the background, of which there are none.",
-        errors=(401, 404), where=AnyId,
-    )  # fmt: skip
-    async def stored(self, request: Request) -> Response:
-        self._gateway.identity.of(request.headers, request.scope.get("client"))
-        raise ApiError(404, f"there is none: {NOT_STORED.partition(':')[0]}", code="not_stored")
 
     def _allowed(self, request: Request) -> list[Model]:
         names = self._gateway.models(request.headers, request.scope.get("client"))

@@ -266,8 +266,7 @@ CLIENTS_ADDRESS = {
         401,
     ): "get /v1/models, get /v1/models/{id}, get /v1/usage, get /v1/files, get /v1/batches",
     (401, 401, 404, 401): (
-        "get /v1/responses/{id}, delete /v1/responses/{id}, post /v1/responses/{id}/cancel, get "
-        "/v1/files/{id}, delete /v1/files/{id}, get /v1/files/{id}/content, post /v1/batches, get "
+        "get /v1/files/{id}, delete /v1/files/{id}, get /v1/files/{id}/content, post /v1/batches, get "
         "/v1/batches/{id}, post /v1/batches/{id}/cancel, get /explain/{id}"
     ),
     (401, 401, 400, 401): "post /v1/files",

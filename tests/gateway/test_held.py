@@ -227,7 +227,7 @@ async def test_a_router_of_before_that_says_nothing_is_given_up(held: bool) -> N
     """It has no `Held`, and answers only when it has a place. It may follow one that has."""
     async with gateway(full()) as (wire, _, link):
         wire.loses = lambda message: isinstance(message, Held | Place | Difference)
-        asking = asyncio.create_task(link.place(Arrive("1", "c", b"")))
+        asking = asyncio.create_task(link.ask(Arrive("1", "c", b""), (Place, Refuse), link.timeout_s))
         await asyncio.sleep(0.5)
         if held:
             link.later(encode(Held("1")))

@@ -5,8 +5,8 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -93,17 +93,11 @@ class Replicas:
             window = self._windows[url] = SendWindow(partial(self._probe, url))
         return window
 
-    @contextmanager
-    def while_it_answers(self, worker: str, give_up: GiveUp) -> Iterator[None]:
-        """Calls `give_up` if `worker` falls silent meanwhile. Raises TimeoutError if it already is."""
+    def waiting_for(self, worker: str) -> set[GiveUp]:
+        """Of the requests that wait for `worker`: called if it falls silent. Raises TimeoutError if it already is."""
         if worker in self.health.silent:
             raise TimeoutError(f"{worker} does not answer")
-        waiting = self._open.setdefault(worker, set())
-        waiting.add(give_up)
-        try:
-            yield
-        finally:
-            waiting.discard(give_up)
+        return self._open.setdefault(worker, set())
 
     def refused_request(self, worker: str) -> None:
         if worker in self._workers():

@@ -68,10 +68,6 @@ class Link(RouterClient):
         self._compared_life = 0
         self._has_refused = False
 
-    async def place(self, arrive: Arrive) -> Place | Refuse:
-        """Where the request goes. The router may hold the answer back while it lives."""
-        return await self.ask(arrive, (Place, Refuse), self.timeout_s)
-
     def compare(self) -> None:
         """Asks for the workers, and how the tables of requests differ; both sides are told what they lack."""
         self._compared_s, self._compared_life = time.monotonic(), self.lives
@@ -150,7 +146,7 @@ class Links:
             self._fleet.ask(arrive, router)
             asked_s = now_s()
             try:
-                answer = await link.place(arrive)
+                answer: Place | Refuse = await link.ask(arrive, (Place, Refuse), link.timeout_s)
             except BaseException as error:
                 # The router may have placed it all the same. `Done` goes over the same connection, after the
                 # question, so it undoes that.
