@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.gateway.answer.resume import Diverged, Resumable
-from router.gateway.answer.sse import COMMENTS, stream_of
+from router.gateway.answer.sse import stream_of
 from router.gateway.request.call import Call, Names
 from router.gateway.request.intake import Tokens
 from router.gateway.request.parse import parse
-from sglang_fair.common.token_ids import comment
+from sglang_fair.common.token_ids import PREFIX, comment
 from tests.support.budget import examples
 from tests.support.stand_in import Engine
 
@@ -93,7 +93,7 @@ class Client:
         if events is not None and events < len(sent):
             part = sent[events]
             # A replica that has not sent any ids yet may be one that sends none.
-            whole = len(part) if COMMENTS.search(data) or not with_ids else part.find(b"\n\n") + 2
+            whole = len(part) if PREFIX in data or not with_ids else part.find(b"\n\n") + 2
             data += part[: rng.randrange(whole)]
         stream = stream_of(self.leg)
         while data:

@@ -17,7 +17,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from router.gateway.answer.sse import COMMENTS, DONE, END_OF_EVENT, TOKEN_IDS, data_of, split
+from router.gateway.answer.sse import (
+    COMMENT,
+    DONE,
+    END_OF_EVENT,
+    TOKEN_IDS,
+    data_of,
+    split,
+    without_comments,
+)
 from router.gateway.request.call import Call, encode_body
 from router.gateway.request.continuation import (
     FREQUENCY,
@@ -178,7 +186,7 @@ class Resumable:
                 self._read_all()
         if self._call.hides_token_ids:
             return TOKEN_IDS.sub(b"", events)
-        return COMMENTS.sub(b"", events) if self._call.asks_for_token_ids else events
+        return without_comments(events)[0] if self._call.asks_for_token_ids else events
 
     def next_leg(self, prompt: Sequence[int], decode: Decode) -> tuple[Call, list[int] | None]:
         """Begins another leg: what to ask the next replica, and its prompt for the router; None: as for the first leg.
@@ -225,14 +233,18 @@ class Resumable:
         a replica without the overlay sends none, unless something is owed that is made of ids."""
         leg = self._leg
         events, leg.unknown = leg.unknown + events, b""
-        comments = COMMENTS.findall(events)
-        leg.has_ids = leg.has_ids or bool(comments)
-        is_end = events.endswith(DONE) or (comments and b'"finish":"' in comments[-1])
-        if is_end or not (leg.has_ids or leg.owed):
+        last = events.rfind(COMMENT) + len(END_OF_EVENT)
+        if last >= len(END_OF_EVENT) or events.startswith(token_ids.PREFIX):
+            leg.has_ids = True
+            end = events.index(END_OF_EVENT, last) + len(END_OF_EVENT)
+            if b'"finish":"' in events[last:end]:
+                return events
+        else:
+            end = 0
+        if end == len(events) or events.endswith(DONE) or not (leg.has_ids or leg.owed):
             return events
-        end = events.rfind(comments[-1]) + len(comments[-1]) if comments else 0
-        events, leg.unknown = events[:end], events[end:]
-        return events
+        leg.unknown = events[end:]
+        return events[:end]
 
     def _take_ids(self, event: bytes) -> None:
         found = _COMMENTS.decode(event.removeprefix(token_ids.PREFIX))
@@ -305,11 +317,12 @@ class Resumable:
 
     def _continued(self, events: bytes) -> Iterator[bytes]:
         owed, kind = self._leg.owed, self._call.kind
-        for comment in COMMENTS.findall(events):
+        events, comments = without_comments(events)
+        for comment in comments:
             self._take_ids(comment)
         found = [
             (event, None if data_of(event) == FINISHED else msgspec.json.decode(data_of(event)))
-            for event in split(COMMENTS.sub(b"", events))
+            for event in split(events)
         ]
         if owed and kind == "chat":
             is_all = self._finish is not None or any(data is None or _says(data) for _, data in found)

@@ -42,8 +42,8 @@ DONE = b"data: [DONE]\n\n"
 TOKEN_IDS = re.compile(rb',"(?:prompt_)?token_ids":\[[0-9,]*\]')
 """Token ids in a choice. They cannot be part of a text, where the quotes would be escaped."""
 
-COMMENTS = re.compile(rb"(?m)^" + re.escape(PREFIX) + rb"[^\n]*\n\n")
-"""Token ids beside the events of a chat (`common.token_ids`)."""
+COMMENT = END_OF_EVENT + PREFIX
+"""Begins a comment behind an event: token ids of a chat (`common.token_ids`)."""
 
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _RID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
@@ -151,7 +151,7 @@ class Stream:
         """Whole events: reads them, and returns what the client gets."""
         self.events += events.count(END_OF_EVENT)
         if self._has_comments:
-            self.events -= len(COMMENTS.findall(events))
+            self.events -= events.count(COMMENT) + events.startswith(PREFIX)
         self.ended = self.ended or events.endswith(DONE)
         if self._learns_rids:
             self.rids.update(rid.decode() for rid in _RID.findall(events))
@@ -266,6 +266,16 @@ def _sum(counts: list[_Counts | None]) -> Usage | None:
 def split(events: bytes) -> Iterator[bytes]:
     """The events, without what ends them."""
     return (event for event in events.split(END_OF_EVENT) if event)
+
+
+def without_comments(events: bytes) -> tuple[bytes, list[bytes]]:
+    """Whole events without the comments among them, and these, without what ends them."""
+    if PREFIX not in events:
+        return events, []
+    kept, found = list[bytes](), list[bytes]()
+    for event in events.split(END_OF_EVENT):
+        (found if event.startswith(PREFIX) else kept).append(event)
+    return END_OF_EVENT.join(kept), found
 
 
 def data_of(event: bytes) -> bytes:
