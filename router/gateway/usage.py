@@ -80,7 +80,7 @@ class Usage:
         self._metrics = metrics
         self._read_s = float("-inf")
         self._known: list[Book] = []
-        self._reading: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
 
     async def of(self, known: Known) -> UsageReport:
         client = known.caller.client
@@ -115,19 +115,12 @@ class Usage:
 
     async def _books(self) -> list[Book]:
         """Those of the replicas that answer."""
-        if self._reading is None and time.monotonic() - self._read_s >= FRESH_S:
-            self._reading = asyncio.create_task(self._read_all())
-        if self._reading is not None:
-            await asyncio.shield(self._reading)
+        async with self._reading:
+            if time.monotonic() - self._read_s >= FRESH_S:
+                found = await asyncio.gather(*(self._read(up.url) for up in self._fleet.workers.values()))
+                self._known = [book for books in found for book in books]
+                self._read_s = time.monotonic()
         return self._known
-
-    async def _read_all(self) -> None:
-        try:
-            found = await asyncio.gather(*(self._read(up.url) for up in self._fleet.workers.values()))
-            self._known = [book for books in found for book in books]
-            self._read_s = time.monotonic()
-        finally:
-            self._reading = None
 
     async def _read(self, url: str) -> list[Book]:
         try:
