@@ -171,7 +171,6 @@ def _structs(hint: Any) -> list[type[msgspec.Struct]]:
 
 
 def _refusal(error: str, kind: type[msgspec.Struct]) -> ApiError:
-    """msgspec's error in our words."""
     missing, field = _MISSING.search(error), _FIELD.search(error)
     found = missing or field
     if found is None:

@@ -205,6 +205,5 @@ class Gateway:
         return None if promise is None else Due.of(promise, time.monotonic())
 
     def _begun(self) -> Interactions:
-        """Those under way of which this gateway knows."""
         self.interactions.tick(time.monotonic())
         return self.interactions

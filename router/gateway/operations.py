@@ -109,7 +109,6 @@ class Operation:
 
 
 def operations_of(kind: type) -> Iterator[Operation]:
-    """Those that methods of `kind` answer."""
     for method in vars(kind).values():
         yield from getattr(method, "operations", ())
 

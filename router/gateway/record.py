@@ -42,7 +42,6 @@ class Try:
     reason: str = ""
 
     def shown(self, now_s: float) -> dict[str, Any]:
-        """JSON-ready."""
         placed_s = now_s if self.placed_s is None else self.placed_s
         return {
             "id": self.id,
@@ -102,7 +101,6 @@ class Exchange:
         self.status, self.error = status, error
 
     def shown(self, now_s: float) -> dict[str, Any]:
-        """JSON-ready."""
         until_s = now_s if self.ended_s is None else self.ended_s
         first_s = self.first_s
         return {
@@ -209,7 +207,6 @@ class RequestRecord:
         self._recent.add(exchange, exchange.name)
 
     def tried(self, exchange: Exchange, id: str) -> Try:
-        """An attempt begins."""
         one = Try(id, time.monotonic())
         exchange.tries.append(one)
         self._recent.name(exchange, id)
@@ -223,7 +220,6 @@ class RequestRecord:
         self._recent.name(exchange, place.id)
 
     def ended(self, exchange: Exchange, outcome: str) -> None:
-        """It is over."""
         exchange.ended_s, exchange.outcome = time.monotonic(), outcome
         if exchange.is_entered:
             self._recent.end(exchange)

@@ -234,7 +234,6 @@ class Relay:
         return await self._serving.run(tokens)
 
     def _headers_for_replica(self, call: Call, system_tokens: int) -> dict[str, str]:
-        """Of every attempt."""
         names = PASSED_THROUGH if self._trace is not None else PASSED_THROUGH + TRACE_CONTEXT
         headers = {
             "content-type": "application/json",

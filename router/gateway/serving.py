@@ -183,7 +183,6 @@ class Serving:
             noted.outcome = noted.outcome or "left"
 
     async def _served(self, leg: Leg, place: Place, noted: Try, traced: dict[str, str]) -> None:
-        """Has a replica serve the leg. Raises `Failed`."""
         gateway, row = self._gateway, self._row
         if len(row.tries) == 1:
             self._let_in(place)
@@ -215,7 +214,6 @@ class Serving:
             raise failed
 
     def _arrive(self, leg: Leg) -> Arrive:
-        """What the router is asked."""
         gateway, row, known, part = self._gateway, self._row, self._known, self._part
         now_s = time.monotonic()
         gateway.interactions.tick(now_s)
@@ -247,7 +245,6 @@ class Serving:
         )
 
     def _headers_of(self, place: Place) -> dict[str, str]:
-        """Of one attempt."""
         headers = {HEADER_ATTEMPT: place.id}
         if self._promise is not None:
             headers |= self._promise.headers(time.monotonic())

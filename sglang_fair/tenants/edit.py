@@ -54,7 +54,6 @@ def set_weight(path: Path, name: str, weight: float) -> None:
 
 
 def remove(path: Path, name: str) -> None:
-    """Removes a tenant. Raises as `add`."""
     _change(path, name, lambda _: None)
 
 

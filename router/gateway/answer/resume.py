@@ -415,7 +415,6 @@ def _from_tokens(call: Call, tokens: list[int], kept: int) -> Call:
 
 
 def _says(data: dict[str, Any]) -> bool:
-    """Whether a chunk of a chat has text."""
     return any((choice.get("delta") or {}).get("content") for choice in data.get("choices") or ())
 
 

@@ -97,7 +97,6 @@ class Tokens:
             return said if isinstance(said, str) else "\n".join(flat(one.get("content")) for one in said)
 
     def _chat(self, call: Call) -> Mapping[str, Any]:
-        """The chat that its template renders."""
         match call.kind:
             case "messages":
                 return messages.chat_of(call.body, self._template.inline_system)
