@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from router.events import TOKEN_BYTES
 from router.gateway.access.identity import Known
 from router.gateway.access.quota import Ticket
-from router.gateway.answer.reply import ClientGone, Reply
+from router.gateway.attempt import ClientGone, Reply
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.listener import when_client_leaves

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Literal
 from router.client import RouterGone
 from router.events import Arrive, Due, Place, Refuse, Suspicion
 from router.gateway.access.identity import Known
-from router.gateway.answer.reply import Reply
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import DONE, error_event
-from router.gateway.attempt import Attempt, Leg
+from router.gateway.attempt import Attempt, Leg, Reply
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.record import Exchange, Try

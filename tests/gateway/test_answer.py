@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from router.gateway.answer.reply import ClientGone, Reply
 from router.gateway.answer.sse import Usage, stream_of, usage_of
+from router.gateway.attempt import ClientGone, Reply
 from tests.gateway.clusters import call
 from tests.support.virtual_time import VirtualLoop
 

@@ -1,1 +1,1 @@
-"""What the client gets: server-sent events, the continuation of a broken stream, sending with a time limit."""
+"""What the client gets: server-sent events, and the continuation of a broken stream."""
