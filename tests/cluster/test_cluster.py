@@ -205,7 +205,8 @@ class TestPlan:
         self, options: Options, replica_s: str, router_s: tuple[str, str]
     ) -> None:
         _, r0, _, router, _ = build(options, "cpu", MACHINE, MODEL, PORTS).processes
-        assert replica_s in " ".join(r0.argv)
+        words = replica_s.split()
+        assert [after(r0.argv, option) for option in words[::2]] == words[1::2]
         assert (after(router.argv, "--extend-weight"), after(router.argv, "--output-weight")) == router_s
         parsed = parse("replica", r0.argv)
         assert make_cost(parsed.cost, parsed.extend_weight, parsed.output_weight) == options.service_cost()
