@@ -7,7 +7,7 @@ two in number, for what left unseen. Where SGLang divides prefill and decode amo
 well, and with their prompts computed elsewhere: they are entered when they are found.
 
 After each batch that was formed, and each whose result was processed, the ledger is compared with the engine's own
-counts (`counts.py`): O(batch), always.
+counts (`jobs`): O(batch), always.
 
 The books never end the scheduler. Whatever they do not expect is logged once and counted, and they go on with what
 SGLang says (`guarded`).
@@ -34,8 +34,7 @@ from sglang_fair.core.wsc import Normalised
 from sglang_fair.metrics.replica import ReplicaCounts
 from sglang_fair.overlay import normal, tree_core
 from sglang_fair.overlay.config import Config
-from sglang_fair.overlay.counts import BatchRow
-from sglang_fair.overlay.jobs import Requests, job_of, outcome_of
+from sglang_fair.overlay.jobs import BatchRow, Requests, job_of, outcome_of
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +306,7 @@ class Books:
     @guarded
     def processed(self, batch: Any, tokens: int, before: Sequence[BatchRow]) -> None:
         """A batch's results are in: charge the output, end what has ended. `tokens` is the engine's own count of the
-        output tokens, `before` what `counts.rows` said before."""
+        output tokens, `before` what `jobs.rows` said before."""
         running = []
         for row in before:
             request, job = row.request, self._requests.job(row.request)

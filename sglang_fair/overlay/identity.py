@@ -1,4 +1,4 @@
-"""Carries the client's name and its announcements from the HTTP request to the scheduler.
+"""Carries the client's name and its announcements from the HTTP request to the scheduler, and judges what it sent.
 
 They travel in `sampling_params.custom_params`, which survives every endpoint, streaming, batches and n > 1. A `fair`
 entry in a client's own body is dropped: only the server says who a client is, and which requests are its own. A
@@ -8,6 +8,8 @@ has no field for it, and the id of one of Anthropic's API, by which it can be ca
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from sglang_fair.common.caller import HEADER_SALT, HEADER_WEIGHT, read_salt, read_weight, salted
@@ -19,6 +21,7 @@ from sglang_fair.common.deadlines import (
     read_slack,
     read_tier,
 )
+from sglang_fair.common.fields import GENERATE, ROUTES, Direct, Facts, Rule, check, judge
 from sglang_fair.common.identity import (
     ANONYMOUS,
     API_KEY,
@@ -134,3 +137,30 @@ def _body(request: Any) -> Mapping[str, Any]:
     """What the server has already parsed."""
     body = getattr(request, "_json", None)
     return body if isinstance(body, dict) else {}
+
+
+def judge_request(manager: Any, obj: Any, request: Any) -> None:
+    """Holds a request against the table of `common.fields` before the scheduler gets any of it: a body of a route that
+    the table has as it was sent, so that an error names the sender's own field; whatever else becomes a request of the
+    engine by its fields. `obj` is its generate or embedding input. Raises `Wrong`, a ValueError, which SGLang answers
+    with 400."""
+    if request is None or is_health_check(request):
+        return
+    facts = _facts(manager.model_config.vocab_size)
+    path, body = request.scope.get("path"), getattr(request, "_json", None)
+    if path in ROUTES and isinstance(body, dict):
+        judge(path, body, facts, at_replica=True)
+        return
+    for one in fields(obj):
+        value, rule = getattr(obj, one.name, None), GENERATE.get(one.name, _ANY)
+        if value is not None and value != one.default:
+            check(one.name, rule.rule if isinstance(rule, Direct) else rule, value, facts)
+
+
+_ANY = Rule()
+
+
+@cache
+def _facts(vocabulary: int) -> Facts:
+    """Of a model with so many token ids, and of what the operator allows."""
+    return config.read().facts._replace(vocabulary=vocabulary)
