@@ -19,6 +19,8 @@ that was cut, `confirm` and `admit` for each of `candidates`, and `end_pass`; th
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import is_
 
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listeners
@@ -318,9 +320,10 @@ class Admission:
             job = self.queue.next()
             if job is None:
                 return None
-            if self._crowds_out(job) or self._holds_back(job):
-                self.record.waits.set_aside(job.client)
-                self.queue.set_aside(job.client)
+            if self._crowds_out(job) and self._can_decode():
+                self._rule.set_aside(self._set_aside(self._crowds_out))
+            elif self._holds_back(job):
+                self._set_aside(partial(is_, job))
             elif self.is_being_computed(job):
                 self._defer(job)
             else:
@@ -334,14 +337,16 @@ class Admission:
         return True
 
     def _crowds_out(self, job: Job) -> bool:
-        places = self._places
+        """What is left is others', and it is not due."""
+        places, preemption = self._places, self.preemption
         if places is None or not places.crowds_out(job):
             return False
-        preemption = self.preemption
-        if (preemption is not None and preemption.may_take_back(job)) or not self._can_decode():
-            return False  # it is due, or nothing else could be done
-        self._rule.set_aside()
-        return True
+        return preemption is None or not preemption.may_take_back(job)
+
+    def _set_aside(self, test: Callable[[Job], bool]) -> int:
+        clients = self.queue.set_aside(test)
+        self.record.waits.set_aside(clients)
+        return len(clients)
 
     def _defer(self, job: Job) -> None:
         """Pass `job` over because its prefix is being computed."""

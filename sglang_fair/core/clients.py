@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -156,9 +156,13 @@ class ByClient(Policy):
         self._queues.hold(job)
         self._seat(job.client)
 
-    def set_aside(self, client: str) -> None:
-        self._queues.set_aside(client)
-        self._seat(client)
+    def set_aside(self, test: Callable[[Job], bool]) -> Sequence[str]:
+        found = []
+        while (job := self.pick()) is not None and test(job):
+            self._queues.set_aside(job.client)
+            self._seat(job.client)
+            found.append(job.client)
+        return found
 
     def release(self) -> None:
         for client in self._queues.release():

@@ -19,7 +19,7 @@ Knobs, trade-offs, leaks, proofs: docs/policies.md, `dlpm`.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, inf
 from typing import Any, ClassVar
@@ -140,8 +140,9 @@ class Dlpm(ByClient):
             self._forget()
         return self._heads[client]
 
-    def set_aside(self, client: str) -> None:
-        self._ready.hide()
+    def set_aside(self, test: Callable[[Job], bool]) -> Sequence[str]:
+        heads = self._heads
+        return self._ready.hide(lambda client: test(heads[client]))
 
     def release(self) -> None:
         self._ready.show()

@@ -4,7 +4,7 @@ Every order in the core comes out of one of these. To make every order total, a 
 other item shares (an arrival number, a client's name).
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
@@ -43,9 +43,19 @@ class LazyHeap(Generic[Item]):
         if self._live.pop(item, None) is not None and len(self._entries) > 2 * len(self._live) + SLACK:
             self._bury()
 
-    def hide(self) -> None:
-        """The item that `first` has returned is not first until `show`, whatever its key becomes."""
-        self.hidden[heappop(self._entries)[1]] = None
+    def hide(self, test: Callable[[Item], bool]) -> list[Item]:
+        """Hides the first item while `test` of it holds: until `show` it is not first, whatever its key becomes."""
+        entries, live, found = self._entries, self._live, []
+        while entries:
+            entry = entries[0]
+            item = entry[1]
+            if live.get(item) is entry:
+                if not test(item):
+                    break
+                found.append(item)
+            heappop(entries)
+        self.hidden.update(dict.fromkeys(found))
+        return found
 
     def show(self) -> None:
         for item in self.hidden:

@@ -6,7 +6,7 @@ the same policy object runs in SGLang's scheduler, in the simulator and in a pro
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import ClassVar
 
@@ -26,7 +26,7 @@ class Policy(ABC):
     - `refuses` and then `arrive` before any other call about a job;
     - `leave` exactly once, when the job stops waiting because it was admitted or aborted;
     - `charge` as soon as service was given, so that the next `pick` sees it;
-    - `hold` only for the job that `pick` returned, `set_aside` only for its client, and `release` before the next pass;
+    - `hold` only for the job that `pick` returned, and `release` before the next pass;
     - times that never go back.
 
     The policy promises:
@@ -115,9 +115,10 @@ class Policy(ABC):
     def hold(self, job: Job) -> None:
         """Pass `job` over until `release`: it still waits, but cannot be admitted in this pass."""
 
-    def set_aside(self, client: str) -> None:
-        """Pass all jobs of `client`, which waits, over until `release`. It keeps its turn, so that the bound holds:
-        others go on as far as they might while all its jobs are held. Only for policies that share steps."""
+    def set_aside(self, test: Callable[[Job], bool]) -> Sequence[str]:
+        """While `test` of the job that `pick` would return holds, pass all jobs of its client over until `release`.
+        Returns these clients. They keep their turn, so that the bound holds: others go on as far as they might while
+        all their jobs are held. Only for policies that share steps."""
         raise NotImplementedError(f"{self.name} sets no client aside")
 
     @abstractmethod

@@ -140,10 +140,10 @@ class FairQueue:
         else:
             self.policy.hold(job)
 
-    def set_aside(self, client: str) -> None:
-        """Pass all requests of `client`, one of which `next` returned, over until the next pass; but not those that go
-        before all others."""
-        self.policy.set_aside(client)
+    def set_aside(self, test: Callable[[Job], bool]) -> Sequence[str]:
+        """While `test` of the request holds that is next by the policy, pass all of its client's over until the next
+        pass, but not those that go before all others. Returns these clients."""
+        return self.policy.set_aside(test)
 
     # ---- what runs
 

@@ -114,8 +114,8 @@ class PromptsFirst(Listener):
     def put_off(self) -> None:
         """Prompts were put off for a pass."""
 
-    def set_aside(self) -> None:
-        """A client's prompts were put off for a pass, for the target or for places."""
+    def set_aside(self, clients: int = 1) -> None:
+        """The prompts of so many clients were put off for a pass, for the target or for places."""
 
 
 class Steps(PromptsFirst):
@@ -277,8 +277,8 @@ class Steps(PromptsFirst):
     def put_off(self) -> None:
         self.held += 1
 
-    def set_aside(self) -> None:
-        self.held_back += 1
+    def set_aside(self, clients: int = 1) -> None:
+        self.held_back += clients
 
     def holds_back(self, job: Job) -> bool:
         """O(1), and O(clients that run) if the target follows from the shares and tokens take long."""

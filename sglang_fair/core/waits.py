@@ -11,7 +11,7 @@ O(what changed in it). Time is in whole nanoseconds: the causes of a wait sum to
 """
 
 from bisect import bisect, insort
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from operator import add, sub
 from typing import Generic, NamedTuple, TypeVar
 
@@ -157,12 +157,14 @@ class Waits:
             self._held[job] = self._passes
             wait.follow(self._own[cause], self.now_ns)
 
-    def set_aside(self, client: str) -> None:
-        """This pass has passed `client` over for the target, or for places."""
-        if (found := self._clients.get(client)) is not None:
-            self._aside[client] = self._passes
-            if found.source is not self._own[TARGET]:
-                found.follow(self._own[TARGET], self.now_ns)
+    def set_aside(self, clients: Iterable[str]) -> None:
+        """This pass has passed `clients` over for the target, or for places."""
+        clock = self._own[TARGET]
+        for client in clients:
+            if (found := self._clients.get(client)) is not None:
+                self._aside[client] = self._passes
+                if found.source is not clock:
+                    found.follow(clock, self.now_ns)
 
     def stop(self, cause: str) -> None:
         """Between two passes it turned out that the replica's state is `cause`."""

@@ -1,5 +1,6 @@
 """The target for those below their share: who is held back, who never is, and what it promises, under adversaries."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -46,11 +47,13 @@ class Checked(Engine):
         """In this pass."""
         original = self.queue.set_aside
 
-        def set_aside(client: str) -> None:
-            assert self.crowds_out(client) or self.above(client), f"{client} is not above its share"
-            assert self.crowds_out(client) or self.measured
-            self.set_aside.append(client)
-            original(client)
+        def set_aside(test: Callable[[Job], bool]) -> Sequence[str]:
+            clients = original(test)
+            for client in clients:
+                assert self.crowds_out(client) or self.above(client), f"{client} is not above its share"
+                assert self.crowds_out(client) or self.measured
+            self.set_aside.extend(clients)
+            return clients
 
         self.queue.set_aside = set_aside  # type: ignore[method-assign]
 

@@ -110,7 +110,7 @@ def _one_pass(data: st.DataObject, waits: Waits, looked: Looked) -> None:
     for job, client in looked.waiting.items():
         passed_over = data.draw(st.sampled_from([None, None, None, PREFIX, ENGINE, TARGET]))
         if passed_over == TARGET and client != FIRST:
-            waits.set_aside(client)
+            waits.set_aside([client])
             aside.add(client)
         elif passed_over is not None and passed_over != TARGET:
             waits.hold(job, passed_over)
@@ -136,7 +136,7 @@ def test_ten_thousand_names_leave_nothing_behind() -> None:
         job = Job(str(number), f"name {number}")
         waits.begin(job)
         waits.hold(job, PREFIX)
-        waits.set_aside(job.client)
+        waits.set_aside([job.client])
         if number % 2:
             waits.end_pass(MEMORY, {job.client: False, "somebody else": False}, DEFICIT)
         waits.end(job)
