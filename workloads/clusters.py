@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +24,10 @@ from workloads.records import Cell, Manifest, Records, Run, stamp
 from workloads.session import Plan, SessionProgress
 
 NameT = TypeVar("NameT")
+
+
+START_S, STOP_S, FLUSH_S, ANSWER_S = 300.0, 60.0, 60.0, 10.0
+"""Longest waits: until a cluster is there, ends, is idle, and answers."""
 
 
 class ClusterError(RuntimeError):
@@ -64,9 +67,7 @@ class SpawnCluster:
     settings: table.Cluster
     """All but placement, policy and port."""
     log_folder: Path
-    start_timeout_s: float = 300.0
-    stop_timeout_s: float = 60.0
-    command: tuple[str, ...] = field(default_factory=lambda: _own_command())
+    command: tuple[str, ...] = (sys.executable, "-m", "sglang_fair.cli")
 
     def arguments(self, placement: str, policy: str) -> list[str]:
         """The whole command line."""
@@ -84,13 +85,13 @@ class SpawnCluster:
             try:
                 yield self._ready(process, arguments, Path(output.name), path)
             finally:
-                _end(process, self.stop_timeout_s)
+                _end(process)
 
     def _ready(
         self, process: "subprocess.Popen[bytes]", arguments: Sequence[str], output: Path, log_path: Path
     ) -> Cluster:
         """Wait for the line of JSON with the addresses."""
-        deadline_s = time.monotonic() + self.start_timeout_s
+        deadline_s = time.monotonic() + START_S
         while "\n" not in (text := output.read_text(encoding="utf-8")):
             ended = process.poll() is not None
             if ended or time.monotonic() > deadline_s:
@@ -171,57 +172,44 @@ def _clocks(cluster: Cluster) -> list[dict[str, Any]]:
     return [report for report in reports if report is not None]
 
 
-def flush(cluster: Cluster, timeout_s: float = 60.0) -> None:
+def flush(cluster: Cluster, timeout_s: float = FLUSH_S) -> None:
     """Empty every replica's cache, which takes an idle replica: waits for that. Raises ClusterError."""
-    deadline_s = time.monotonic() + timeout_s
-    for replica in cluster.replicas:
-        while not _flushed(replica):
+    deadline_s, waiting = time.monotonic() + timeout_s, list(cluster.replicas)
+    while waiting:
+        try:
+            with urllib.request.urlopen(f"{waiting[0]}/flush_cache", b"", timeout=ANSWER_S):
+                waiting.pop(0)
+        except urllib.error.HTTPError:  # SGLang's answer while requests run
             if time.monotonic() > deadline_s:
-                raise ClusterError(f"{replica} was not idle after {timeout_s:g} s: its cache was not flushed")
+                raise ClusterError(
+                    f"{waiting[0]} was not idle after {timeout_s:g} s: its cache was not flushed"
+                ) from None
             time.sleep(0.2)
+        except OSError as error:
+            raise ClusterError(f"{waiting[0]} is gone: {error}") from error
 
 
-def _flushed(replica: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{replica}/flush_cache", b"", timeout=10):
-            return True
-    except urllib.error.HTTPError:
-        return False  # SGLang's answer while requests run
-    except OSError as error:
-        raise ClusterError(f"{replica} is gone: {error}") from error
-
-
-def get_json(url: str, timeout_s: float = 10.0) -> dict[str, Any]:
+def get_json(url: str) -> dict[str, Any]:
     """The JSON object at `url`. Raises ClusterError."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        with urllib.request.urlopen(url, timeout=ANSWER_S) as response:
             return dict(json.load(response))
     except (OSError, ValueError, TypeError) as error:
         raise ClusterError(f"GET {url}: {error}") from error
 
 
-def _end(process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
+def _end(process: "subprocess.Popen[bytes]") -> None:
     """Ask the supervisor to end, and its children with it. Kill its whole session if it does not end in time.
 
     By SIGTERM: a shell without job control starts what it puts into the background with SIGINT ignored.
     """
-    if process.poll() is None:
-        process.terminate()
+    process.terminate()
     try:
-        process.wait(timeout_s)
+        process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _tail(path: Path, lines: int = 3) -> str:
-    return " | ".join(path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-lines:])
-
-
-def _own_command() -> tuple[str, ...]:
-    """`sglang-fair` beside this Python, else the one on the path."""
-    beside = Path(sys.executable).parent / "sglang-fair"
-    found = str(beside) if beside.exists() else shutil.which("sglang-fair")
-    if found is None:
-        raise ClusterError("the command sglang-fair is not installed beside this Python")
-    return (found,)
+def _tail(path: Path) -> str:
+    return " | ".join(path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from sglang_fair.models.catalog import EMULATED
 from sglang_fair.settings import table
@@ -59,8 +59,6 @@ def of_cluster(name: str, unset: str = "") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(Case):
-    base_scale: ClassVar[Scale] = SMALL
-
     workloads: Annotated[
         str, Option(metavar="W,...", help=f"Comma separated, of {', '.join(SCENARIOS)}.")
     ] = "tot-s1,judge-s1"
@@ -70,10 +68,6 @@ class CompareOptions(Case):
     ] = False
     duration: comparison.Duration = 15.0
     drain: comparison.Drain = 5.0
-    question_tokens: comparison.QuestionTokens = SMALL.question_tokens or 0
-    thought_tokens: comparison.ThoughtTokens = SMALL.thought_tokens
-    article_tokens: comparison.ArticleTokens = SMALL.article_tokens or 0
-    judgement_tokens: comparison.JudgementTokens = SMALL.judgement_tokens
     rates: Annotated[
         str, Option(metavar="W=R,...", help="Programs/s of each client, in place of a measured capacity.")
     ] = ""
@@ -113,8 +107,8 @@ class CompareOptions(Case):
         return comparison.rates(self.rates)
 
     @property
-    def scale(self) -> Scale:
-        return Scale(good_clients=self.good_clients) if self.paper_scale else super().scale
+    def base_scale(self) -> Scale:
+        return Scale() if self.paper_scale else SMALL
 
     def resumed(self) -> "CompareOptions":
         """These, or those of the folder to go on in. Raises OSError and ValueError."""

@@ -105,7 +105,6 @@ def summarize(run: Run) -> Summary:
     tokens, client_side = table.curves(TOKENS), table.curves(prices(run))
     actual = table.curves(prices(run), "actual")
     active = _active(table, window)
-    backlog = Backlog.of(run, table.clients)
     clients = {name: _client(table, name, client_side, actual, window) for name in table.clients}
     good = [client for client in clients.values() if client.well_behaved]
     p50, p99 = _average([client.p50 for client in good]), _average([client.p99 for client in good])
@@ -130,10 +129,7 @@ def summarize(run: Run) -> Summary:
         ttft_p50_s=None if ttft50 is None else ttft50.value_s,
         ttft_p99_s=None if ttft99 is None else ttft99.value_s,
         hit_rate=table.hit_rate(table.first <= window[1]),
-        service_difference=backlog.difference,
-        service_lag=backlog.lag,
-        backlog_s=backlog.together_s,
-        bound=backlog.bound,
+        **_backlog(run, table.clients),
         ok=ok,
         failed=failed,
         cancelled=len(run.requests) - ok - failed,
@@ -208,22 +204,17 @@ def _average(percentiles: Sequence[Percentile | None]) -> Percentile | None:
 # ---- when clients were backlogged, and how far their services differed meanwhile
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog:
+def _backlog(run: Run, names: Sequence[str]) -> dict[str, float | None]:
     """Service difference and lag while clients were backlogged."""
-
-    difference: float | None = None
-    lag: float | None = None
-    together_s: float | None = None
-    bound: float | None = None
-
-    @classmethod
-    def of(cls, run: Run, names: Sequence[str]) -> "Backlog":
-        if not run.samples:
-            return cls()
-        curves, waiting = _from_samples(run, names)
-        difference, lag = service_difference(curves, waiting), service_lag(curves, waiting)
-        return cls(difference, lag, _together_s(waiting), _sampled_bound(run))
+    if not run.samples:
+        return dict.fromkeys(("service_difference", "service_lag", "backlog_s", "bound"))
+    curves, waiting = _from_samples(run, names)
+    return {
+        "service_difference": service_difference(curves, waiting),
+        "service_lag": service_lag(curves, waiting),
+        "backlog_s": _together_s(waiting),
+        "bound": _sampled_bound(run),
+    }
 
 
 def _together_s(waiting: Mapping[str, Sequence[Interval]]) -> float:

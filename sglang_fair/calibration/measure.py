@@ -55,16 +55,12 @@ class MeasuredReplica:
         try:
             async with self._session.get(f"{self._url}/server_info") as response:
                 if response.status != 200:
-                    raise CalibrationError(
-                        f"{self._url}/server_info: HTTP {response.status}; is it an SGLang server?"
-                    )
-                info = json.loads(await response.read())
+                    raise ValueError(f"HTTP {response.status}")
+                info = dict(json.loads(await response.read()))
         except (aiohttp.ClientError, TimeoutError) as error:
             raise CalibrationError(f"cannot reach {self._url}: {str(error) or 'no answer'}") from None
-        except ValueError:
-            info = None
-        if not isinstance(info, dict):
-            raise CalibrationError(f"{self._url}/server_info is no JSON object; is it an SGLang server?")
+        except (ValueError, TypeError) as error:
+            raise CalibrationError(f"{self._url}/server_info: is it an SGLang server? {error}") from None
         self.limits = ReplicaLimits.of_server(info)
         await self.generate([self.prompt(self.limits.page_tokens + 1)], 2)  # warms it up
         self._plug_tokens = await self._find_plug()

@@ -59,20 +59,18 @@ class Settings:
     """How long the link to the host takes for one token's keys and values."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "page_tokens",
-            "max_running",
-            "max_prefill_tokens",
-            "ratio_decay_steps",
-            "progress_steps",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}")
-        if self.kv_tokens < self.page_tokens:
-            raise ValueError(f"kv_tokens is {self.kv_tokens}: not even one page of {self.page_tokens}")
-        if self.chunked_prefill_tokens is not None and self.chunked_prefill_tokens < self.page_tokens:
+        least = self.page_tokens
+        chunk_tokens = least if self.chunked_prefill_tokens is None else self.chunked_prefill_tokens
+        counts = (
+            least,
+            self.max_running,
+            self.max_prefill_tokens,
+            self.ratio_decay_steps,
+            self.progress_steps,
+        )
+        if min(counts) < 1 or self.kv_tokens < least or chunk_tokens < least:
             raise ValueError(
-                f"chunked_prefill_tokens is {self.chunked_prefill_tokens}: less than a page of {self.page_tokens}"
+                f"a replica's sizes are at least 1, and its pool and chunks at least a page: {self}"
             )
         if not 0 <= self.least_new_token_ratio <= self.new_token_ratio <= 1:
             raise ValueError("new_token_ratio must lie between least_new_token_ratio and 1")

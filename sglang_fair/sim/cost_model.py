@@ -5,24 +5,19 @@
     Scaled     another model, with all times multiplied by a factor
 
 **Roofline.** A kernel takes as long as its arithmetic or its memory traffic, whichever is longer, at a given fraction
-of the GPU's peak. The matrices of a step and its attention run one after the other, so their times add up:
+of the GPU's peak. A step is matrices + attention + overhead + overhead per request:
 
     matrices    max(FLOPs / (mfu · peak), bytes / (mbu · bandwidth))
                 FLOPs = 2 · layer parameters · tokens + 2 · head parameters · requests;  bytes = the weights
     attention   max(FLOPs / (attention mfu · peak), bytes / (mbu · bandwidth))
                 FLOPs = 4 · layers · heads · head size · pairs;  bytes = keys and values, read once
-    step        matrices + attention + overhead + overhead per request
 
-A pair is a token and one that it attends to. Computing e tokens of a prompt behind p cached ones takes
-e·p + e·(e + 1)/2 pairs; a decode step takes as many as its requests' contexts have tokens.
+A pair is a token and one that it attends to: e·p + e·(e + 1)/2 for e tokens of a prompt behind p cached ones.
 
 **Fitted.** Prefill: base + a·tokens + b·pairs + c·cached tokens + d·requests. Decode: base + e·requests +
-f·context tokens. Cached tokens have a term beside the pairs because their keys and values are read, and by some
-engines copied, however few tokens attend to them.
+f·context tokens. Engines read, some copy, all cached keys and values, however few tokens attend to them.
 
-Both are monotone in all arguments, and a prompt never takes less in chunks than in one piece.
-Not modelled: several GPUs per replica, quantized weights, speculative decoding, prefill and decode in one batch, and
-that a prefix shared by many requests of a batch may be read once for all of them.
+Both are monotone in all arguments. Not modelled: several GPUs per replica, prefill and decode in one batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence

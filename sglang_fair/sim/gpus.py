@@ -21,10 +21,6 @@ class Gpu:
     bandwidth_bytes_per_s: float
     memory_bytes: int
 
-    def __post_init__(self) -> None:
-        if not (self.bf16_flops > 0 and self.bandwidth_bytes_per_s > 0 and self.memory_bytes > 0):
-            raise ValueError(f"the figures of GPU {self.name!r} must be positive")
-
 
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu

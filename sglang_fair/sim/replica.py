@@ -1,28 +1,21 @@
 """One replica in virtual time: SGLang's scheduler loop, our real `FairQueue` and `Admission`, and a model of a GPU.
 
-A step is one round of SGLang's loop. If requests can be admitted, it computes an extend batch of their prompts while
-the running requests wait; otherwise every running request decodes one token. With `steps` that rule says when those
-that run have their turn, and how long an extend batch may be. Modelled after SGLang 0.5.23:
+A step is one round of SGLang's loop (0.5.23): an extend batch of prompts if one can be admitted, while those that run
+wait; else every running request decodes one token. `steps` says when those that run have their turn, and how long an
+extend batch may be.
 
-    cache         radix tree of whole pages (`cache`). Look-ups refresh it and running requests lock their path. A
-                  prompt is inserted after each chunk, and with its output at the end. Its last token is always computed
-    budget        reservation by new_token_ratio, chunks, `max_running` (`budget`). Once a candidate did not fit,
-                  none is tried until a request has left
-    pool          whole pages (`pool`). Decoding takes a page when the last one is full; the cache is evicted if no
-                  page is free
-    retraction    if nothing is left to evict: the requests with the least output go first, among them those with the
-                  longest prompts. Their pages are freed and not cached; they wait first in line and keep their output
-    eviction      a candidate that does not fit may have running requests taken back, if the policy has that
-                  (`core.preemption`). They wait again with their output. Their context is cached, and goes to the
-                  host's memory if there is room (`evictions`), from where it comes back when they are admitted
-    swap          `swap` loads another model: no request is here, the cache is dropped, no step begins until it is there
+    cache         radix tree of whole pages (`cache`). A prompt is inserted after each chunk, with its output at the end
+    budget        reservation, chunks, `max_running` (`budget`). Once a candidate did not fit, none is tried until a
+                  request has left
+    pool          whole pages (`pool`); the cache is evicted if no page is free
+    retraction    if nothing is left to evict, those with the least output go first. They wait first in line
+    eviction      a candidate that does not fit may have running requests taken back (`core.preemption`, `evictions`)
+    swap          another model: no request is here, the cache is dropped, no step begins until it is there
 
-Not modelled: the overlap of CPU and GPU (a step's result is known when it ends, and the scheduler itself takes no
-time), mixed batches, host caches of prefixes, speculative decoding, LoRA, sliding windows, sessions.
+Not modelled: the overlap of CPU and GPU, mixed batches, host caches of prefixes, speculative decoding, LoRA, sessions.
 
-Decode steps in which nothing can change are simulated at once, as one run. A run lasts until a request ends, memory has
-to be taken back, progress is due, or a request that came may be admitted. Times within a run are computed from its
-start, so it does not matter where it is interrupted. Nothing here reads a clock: the owner calls `advance` at `next_s`.
+Decode steps in which nothing can change are one *run*, until a request ends, memory is taken back, progress is due, or
+a request that came may be admitted. Times within it are computed from its start. The owner calls `advance` at `next_s`.
 """
 
 from collections.abc import Iterator

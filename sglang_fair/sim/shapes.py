@@ -7,7 +7,7 @@ embedding, the head and the norms stay in bf16.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 _BF16_BYTES = 2
 
@@ -31,14 +31,6 @@ class ModelShape:
     """Gate, up and down."""
     weight_bits: int = 16
     """Of each parameter of the layers' matrices."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or value < 1):
-                raise ValueError(
-                    f"{field.name} of model {self.name!r} must be a whole number from 1, not {value!r}"
-                )
 
     @property
     def layer_parameters(self) -> int:

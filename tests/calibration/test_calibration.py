@@ -186,8 +186,8 @@ async def empty(_):
     ("handlers", "timeout_s", "says"),
     [
         ({"/server_info": silent}, 0.1, "cannot reach http://[^ ]*: no answer"),
-        ({}, LIMIT_S, "HTTP 404; is it an SGLang server"),
-        ({"/server_info": html}, LIMIT_S, "is no JSON object"),
+        ({}, LIMIT_S, r"is it an SGLang server\? HTTP 404"),
+        ({"/server_info": html}, LIMIT_S, "is it an SGLang server"),
         (
             {"/server_info": empty, "/generate": silent},
             1.0,

@@ -11,8 +11,7 @@ who sends what, `measures` what the numbers are.
 
 An emulated GPU keeps true time only as long as the machine's cores can run all schedulers. `--time-scale` makes every
 step so many times as long, and the result's `timing` says how much of their time the GPUs of each stack stood still
-although requests were there. In some scenes GPUs have to rest; where they rest in a flood, this machine's cores were
-too slow to bring it the requests.
+although requests were there.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from router.placement import PLACEMENTS
-from sglang_fair.bench import Show, carry_out
+from sglang_fair.bench import BenchOptions, Show, carry_out
 from sglang_fair.bench.children import Children, DidNotStart, free_ports, until_served
 from sglang_fair.cluster.options import USUAL
 from sglang_fair.common.provenance import machine, versions
@@ -69,7 +68,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class IsolationOptions:
+class IsolationOptions(BenchOptions):
     quick: Annotated[
         bool,
         Option(
@@ -99,14 +98,10 @@ class IsolationOptions:
         int | None,
         Option(metavar="N", min=1, help="Runs of each scene; medians are shown (3; with --quick 1)."),
     ] = None
-    seed: Annotated[int, Option(help="Of prompts, lengths and pauses.")] = 0
     sglang_router: Annotated[
         str, Option(metavar="PATH", help="The program in front of stock SGLang: smg or sglang-router.")
     ] = "smg"
     records: Annotated[Path | None, Option(metavar="DIR", help="Keep each run's records there.")] = None
-    file: Annotated[
-        Path | None, Option("--json", metavar="FILE", help="Write the last line to FILE, too.")
-    ] = None
     rest: PassedOn = None
 
     def __post_init__(self) -> None:
@@ -173,7 +168,7 @@ def isolation(given: IsolationOptions) -> int:
         return measure(show, given, stacks, logs)
 
     with sigterm_as_ctrl_c():
-        carry_out(measuring, given.file, (ClusterError, DidNotStart, OSError))
+        carry_out(measuring, given.json, (ClusterError, DidNotStart, OSError))
     return 0
 
 
@@ -197,7 +192,8 @@ def measure(
                 runs.setdefault((stack, scene), []).append(found)
                 timing[stack] += passed
                 show(
-                    f"  {scene.name}: {in_words(found)}; GPUs busy {busy(passed):.0%}, stalled {stalled(passed):.1%}"
+                    f"  {scene.name}: {found.tokens_per_s:,.0f} tokens/s, {found.cut_off} programs cut off, "
+                    f"{found.failed} requests failed; GPUs busy {busy(passed):.0%}, stalled {stalled(passed):.1%}"
                 )
     table = rows(runs)
     show(render(table))
@@ -298,18 +294,6 @@ def stalled(totals: Sequence[Mapping[str, float]]) -> float:
 def busy(totals: Sequence[Mapping[str, float]]) -> float:
     """The part of the runs' time in which emulated GPUs computed."""
     return sum(one["busy_s"] for one in totals) / sum(one["elapsed_s"] for one in totals)
-
-
-def in_words(found: Observed) -> str:
-    """One run in a line."""
-    parts = [f"{found.tokens_per_s:,.0f} tokens/s"]
-    parts += [f"{name} {rate:,.0f} tokens/s" for name, rate in found.victim_tokens_per_s.items()]
-    parts += [f"{name} {time_s:.3g} s a program" for name, time_s in found.program_s.items()]
-    if found.ttft_p99_s is not None:
-        parts.append(f"TTFT P99 {found.ttft_p99_s:.3g} s, {found.programs} programs")
-    for count, what in ((found.cut_off, "programs cut off"), (found.failed, "requests failed")):
-        parts += [f"{count} {what}"] if count else []
-    return ", ".join(parts)
 
 
 def render(table: Sequence[IsolationRow]) -> str:

@@ -18,9 +18,10 @@ With repeats each ratio is taken within a repeat, whose runs have the same seed,
 this row has no such clients, or nothing of theirs was answered.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, nextafter
+from operator import truediv
 from statistics import mean, median
 from typing import TypeAlias
 
@@ -147,54 +148,28 @@ def rows(runs: Runs) -> list[IsolationRow]:
 def _row(runs: Runs, stack: Stack, attack: str, n: int, scenes: Sequence[Scene]) -> IsolationRow:
     victim = next((scene for scene in scenes if scene.victim), None)
     other = next((scene for scene in scenes if not scene.victim), None)
-    share = throughput = slowdown = ttft = None
-    if victim:
-        share = _median(
-            min(
-                (
-                    n * rate / alone.victim_tokens_per_s[name]
-                    for name, rate in found.victim_tokens_per_s.items()
-                    if alone.victim_tokens_per_s.get(name)
-                ),
-                default=None,
-            )
-            for found, alone in zip(runs[stack, victim], runs[stack, Scene(victim=True)], strict=True)
-        )
     seen = runs[stack, other] if other else ()
-    if other:
-        stock = next((found for (by, scene), found in runs.items() if (by.name, scene) == (STOCK, other)), ())
-        throughput = _median(
-            one.tokens_per_s / its.tokens_per_s
-            for one, its in zip(seen, stock, strict=False)
-            if its.tokens_per_s
-        )
-    if other and other.light:
-        pairs = list(zip(seen, runs[stack, Scene(light=other.light)], strict=True))
-        slowdown = _median(
-            max(
-                (
-                    time_s / (n * solo.program_s[name])
-                    for name, time_s in one.program_s.items()
-                    if name in solo.program_s
-                ),
-                default=None,
-            )
-            for one, solo in pairs
-        )
-        ttft = _median(
-            one.ttft_p99_s / solo.ttft_p99_s
-            for one, solo in pairs
-            if one.ttft_p99_s is not None and solo.ttft_p99_s
-        )
+    solo = runs[stack, Scene(light=other.light)] if other and other.light else ()
+    stock = next((found for (by, scene), found in runs.items() if (by.name, scene) == (STOCK, other)), ())
     return IsolationRow(
         stack=stack.name,
         policy=stack.policy.removeprefix(STOCK_PREFIX),
         attack=attack,
         clients=n,
-        victim_share_of_gps=share,
-        slowdown_over_n=slowdown,
-        ttft_p99_over_solo=ttft,
-        throughput_over_stock=throughput,
+        victim_share_of_gps=None
+        if victim is None
+        else _ratio(
+            runs[stack, victim],
+            runs[stack, Scene(victim=True)],
+            lambda one: one.victim_tokens_per_s,
+            lambda rate, alone: n * rate / alone,
+            min,
+        ),
+        slowdown_over_n=_ratio(
+            seen, solo, lambda one: one.program_s, lambda time_s, alone_s: time_s / (n * alone_s)
+        ),
+        ttft_p99_over_solo=_ratio(seen, solo, lambda one: {"": one.ttft_p99_s}),
+        throughput_over_stock=_ratio(seen, stock, lambda one: {"": one.tokens_per_s}),
         placement=stack.placement,
         tokens_per_s=_median(one.tokens_per_s for one in seen),
         program_s=_median(max(one.program_s.values(), default=None) for one in seen),
@@ -202,6 +177,27 @@ def _row(runs: Runs, stack: Stack, attack: str, n: int, scenes: Sequence[Scene])
         programs=sum(one.programs for one in seen),
         cut_off=sum(one.cut_off for one in seen),
         failed=sum(one.failed for scene in scenes for one in runs[stack, scene]),
+    )
+
+
+def _ratio(
+    runs: Sequence[Observed],
+    others: Sequence[Observed],
+    values: Callable[[Observed], Mapping[str, float | None]],
+    over: Callable[[float, float], float] = truediv,
+    worst: Callable[..., float | None] = max,
+) -> float | None:
+    """What `runs` have over what the `others` of the same repeats have; of several clients the worst counts."""
+    return _median(
+        worst(
+            (
+                over(value, base)
+                for name, value in values(one).items()
+                if value is not None and (base := values(other).get(name))
+            ),
+            default=None,
+        )
+        for one, other in zip(runs, others, strict=False)
     )
 
 

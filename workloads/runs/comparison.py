@@ -121,10 +121,7 @@ Traffic, Runs = partial(Option, rich_help_panel="The traffic"), partial(Option, 
 Number = partial(Traffic, metavar="N")
 Duration: TypeAlias = Annotated[float, Traffic(metavar="S", help="Seconds of arrivals in a run.")]
 Drain: TypeAlias = Annotated[float, Traffic(metavar="S", help="Longest wait for the well-behaved clients.")]
-QuestionTokens: TypeAlias = Annotated[int, Number(help="Tree of thoughts: length of a question.")]
-ThoughtTokens: TypeAlias = Annotated[int, Number(help="Tree of thoughts: length of a thought.")]
-ArticleTokens: TypeAlias = Annotated[int, Number(help="Judge: length of an article.")]
-JudgementTokens: TypeAlias = Annotated[int, Number(help="Judge: length of a judgement.")]
+LENGTHS = ("question_tokens", "thought_tokens", "article_tokens", "judgement_tokens")
 NOT_OF_THE_CASE = ("json_file", "out", "resume", "jobs")
 
 
@@ -132,7 +129,6 @@ NOT_OF_THE_CASE = ("json_file", "out", "resume", "jobs")
 class Case:
     """The options of every comparison, which are its case. ValueError, in one line, for what makes no sense."""
 
-    base_scale: ClassVar[Scale] = Scale()
     sample_s: ClassVar[float] = 0.5
 
     workloads: str | None = None
@@ -155,10 +151,10 @@ class Case:
         ),
     ] = None
     good_clients: Annotated[int, Number(help="Clients beside the one that misbehaves.")] = 3
-    question_tokens: QuestionTokens = 546
-    thought_tokens: ThoughtTokens = 256
-    article_tokens: ArticleTokens = 2701
-    judgement_tokens: JudgementTokens = 256
+    question_tokens: Annotated[int | None, Number(help="Tree of thoughts: length of a question.")] = None
+    thought_tokens: Annotated[int | None, Number(help="Tree of thoughts: length of a thought.")] = None
+    article_tokens: Annotated[int | None, Number(help="Judge: length of an article.")] = None
+    judgement_tokens: Annotated[int | None, Number(help="Judge: length of a judgement.")] = None
     repeats: Annotated[int, Runs(metavar="N", help="Runs of each; medians are shown.")] = 2
     seed: Annotated[int, Runs(metavar="N", help="Of the programs and their arrivals.")] = 0
     json_file: Annotated[
@@ -175,8 +171,9 @@ class Case:
             raise ValueError("no scheduler to compare")
         for name in self.scheduler_names:
             parts(name)
-        if self.good_clients < 1 or self.thought_tokens < 1 or self.judgement_tokens < 1:
-            raise ValueError("a scenario needs a well-behaved client, and answers at least 1 token")
+        scale = self.scale
+        if scale.thought_tokens < 1 or scale.judgement_tokens < 1:
+            raise ValueError("answers have at least 1 token")
         if self.repeats < 1 or self.duration <= 0 or self.drain < 0:
             raise ValueError("repeats and duration must be positive, the drain not negative")
         if (self.load is not None and self.load <= 0) or any(rate <= 0 for rate in self.rates_given.values()):
@@ -200,9 +197,14 @@ class Case:
         return {}
 
     @property
+    def base_scale(self) -> Scale:
+        return Scale()
+
+    @property
     def scale(self) -> Scale:
-        lengths = ("good_clients", "question_tokens", "thought_tokens", "article_tokens", "judgement_tokens")
-        return replace(self.base_scale, **{name: getattr(self, name) for name in lengths})
+        """Lengths that are not given are those of `base_scale`."""
+        given = {name: value for name in LENGTHS if (value := getattr(self, name)) is not None}
+        return replace(self.base_scale, good_clients=self.good_clients, **given)
 
     @property
     def plan(self) -> Plan:

@@ -2,9 +2,6 @@
 
 sglang-fair simulate --gpu h100 --model llama-3.1-8b --replicas 2,4,8 --rate 0.5
 sglang-fair simulate --schedulers d2lpm+dlpm --quantum 500,2000,8000 --worker-quantum 5000,20000
-
-Runs are independent of each other, so they go to as many processes as there are cores. Their results do not depend on
-that.
 """
 
 import sys
@@ -55,6 +52,12 @@ MOST_BURST_PROGRAMS = 4096
 
 EPILOG = "Where several values are given, each combination is run on the same programs and arrivals."
 
+OF_SITE = (
+    "cost", "payer", "stall_ms", "target_tpot_ms", "client_weights",
+    "kv_tokens", "max_running", "chunked_prefill_tokens", "hop_s",
+)  # fmt: skip
+"""Options that are a site's fields."""
+
 ClusterOption = partial(Option, rich_help_panel="The cluster")
 
 
@@ -79,9 +82,9 @@ class SimulateOptions(Case):
         None
     )
     max_running: Annotated[int | None, of_cluster("max_running", program=table.Replica)] = None
-    chunked_prefill: Annotated[int | None, ClusterOption(metavar="N", help="Prompt tokens in one step.")] = (
-        None
-    )
+    chunked_prefill_tokens: Annotated[
+        int | None, ClusterOption("--chunked-prefill", metavar="N", help="Prompt tokens in one step.")
+    ] = None
     replicas: Annotated[str, ClusterOption(metavar="N,...", help="One number, or several to compare.")] = "2"
     quantum: Annotated[
         str,
@@ -110,9 +113,9 @@ class SimulateOptions(Case):
     target_tpot_ms: Annotated[float | None, of_cluster("target_tpot_ms")] = table.Cluster.target_tpot_ms
     client_weights: Annotated[Mapping[str, float] | None, of_cluster("client_weights")] = None
     cache_share: Annotated[str, of_cluster("cache_share")] = "off"
-    hop: Annotated[float | None, ClusterOption(metavar="S", help="Network time of a request, both ways.")] = (
-        None
-    )
+    hop_s: Annotated[
+        float | None, ClusterOption("--hop", metavar="S", help="Network time of a request, both ways.")
+    ] = None
     workloads: Annotated[
         str | None,
         comparison.Traffic(
@@ -197,18 +200,7 @@ class SimulateOptions(Case):
     @cached_property
     def site(self) -> Site:
         """What all variants have in common. Raises ValueError and OSError."""
-        given: dict[str, Any] = {
-            "cost": self.cost,
-            "payer": self.payer,
-            "stall_ms": self.stall_ms,
-            "target_tpot_ms": self.target_tpot_ms,
-            "client_weights": self.client_weights or {},
-            "cache_share": self.cache_share == "on",
-            "kv_tokens": self.kv_tokens,
-            "max_running": self.max_running,
-            "chunked_prefill_tokens": self.chunked_prefill,
-            "hop_s": self.hop,
-        }
+        given = {name: getattr(self, name) for name in OF_SITE} | {"cache_share": self.cache_share == "on"}
         if self.cost_model is not None:
             return Site.calibrated(Path(self.cost_model), **given)
         known = {name: value for name, value in given.items() if value is not None}
@@ -260,13 +252,12 @@ class SimulateOptions(Case):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run that is to be made."""
+    """One run that is to be made; its records go to `path`, if there is one."""
 
     case: SimulateOptions
     cell: Cell
     rate: float | None
     path: Path | None
-    """Where its records go; None: nowhere."""
 
 
 def simulate_cell(job: Job) -> tuple[Summary, float]:

@@ -102,17 +102,17 @@ class Trace:
         for request in self.requests:
             by_name.setdefault(request.client, []).append(request)
         prompts = _Prompts(f"{seed}/{self.name}", codec)
-        return tuple(
-            Client(
-                name=name,
-                program=_Replay(name, tuple(requests), prompts).program,
-                arrivals=GivenArrivals(tuple(request.arrival_s for request in requests)),
-                seed=seed,
-                app=self.name,
-                requests=1,
-            )
-            for name, requests in by_name.items()
-        )
+
+        def client(name: str, requests: Sequence[TraceRequest]) -> Client:
+            def program(index: int) -> Program:
+                """They begin again where more are asked for."""
+                request = requests[index % len(requests)]
+                return Single(request.output_tokens).program(prompts.of(request, name, index))
+
+            arrivals = GivenArrivals(tuple(request.arrival_s for request in requests))
+            return Client(name, program, arrivals, seed, self.name, requests=1)
+
+        return tuple(client(name, requests) for name, requests in by_name.items())
 
 
 LineT = TypeVar("LineT")
@@ -129,19 +129,6 @@ def read_lines(path: Path, kind: type[LineT], convert: Callable[[LineT], TraceRe
                 except ValueError as error:
                     raise ValueError(f"{path}:{place}: {error}") from error
     return requests
-
-
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """The programs of one client, which begin again where more are asked for."""
-
-    client: str
-    requests: Sequence[TraceRequest]
-    prompts: "_Prompts"
-
-    def program(self, index: int) -> Program:
-        request = self.requests[index % len(self.requests)]
-        return Single(request.output_tokens).program(self.prompts.of(request, self.client, index))
 
 
 class _Prompts:
