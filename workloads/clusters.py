@@ -70,7 +70,6 @@ class SpawnCluster:
     command: tuple[str, ...] = (sys.executable, "-m", "sglang_fair.cli")
 
     def arguments(self, placement: str, policy: str) -> list[str]:
-        """The whole command line."""
         asked = replace(self.settings, placement=placement, policy=policy, port=0, json=True, dashboard="off")
         return [*self.command, "cluster", *command_line(table.Cluster, changed(asked))]
 
@@ -90,7 +89,6 @@ class SpawnCluster:
     def _ready(
         self, process: "subprocess.Popen[bytes]", arguments: Sequence[str], output: Path, log_path: Path
     ) -> Cluster:
-        """Wait for the line of JSON with the addresses."""
         deadline_s = time.monotonic() + START_S
         while "\n" not in (text := output.read_text(encoding="utf-8")):
             ended = process.poll() is not None

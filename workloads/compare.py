@@ -214,14 +214,12 @@ def model_folder(model: str) -> Path | None:
 
 
 def spawn(case: CompareOptions, folder: Path) -> StartCluster:
-    """Starts the case's clusters by our own command."""
     given = {name: value for name in OF_CLUSTERS if (value := getattr(case, name)) is not None}
     own = () if case.engine == "emulated" else REPLICA_ARGUMENTS
     return SpawnCluster(table.Cluster(**given, extra=tuple(case.replica_arguments or own)), folder / "logs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
     return run(command(CompareOptions, compare), NAME, arguments, epilog=EPILOG)
 
 

@@ -344,7 +344,6 @@ class _Exchange:
     is_given_up: bool = False
 
     def give_up(self) -> None:
-        """Hang up."""
         self.is_given_up = True
         if self.limit is not None:
             self.limit.reschedule(asyncio.get_running_loop().time())
@@ -370,7 +369,6 @@ class _Exchange:
             self.error = "the stream ended before the answer did"
 
     def ending(self, call: Call) -> Ending:
-        """How the request ended."""
         answer, tokens = self.answer, tuple(self.answer.tokens)
         packed = wire.pack(tokens) if isinstance(call.prompt, bytes) else b""
         return Ending(

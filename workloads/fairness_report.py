@@ -45,7 +45,6 @@ class ClientReport:
     requested_rate: float | None
     service_rate: float | None
     share: float | None
-    """Of the service of all clients."""
     fair_share: float
     """Its weight over the sum of all weights: its due share, if it asks for that much."""
     ttft_p50: Percentile | None
@@ -228,7 +227,6 @@ def _over(units: float | None, by: float | None) -> float | None:
 
 
 def render(report: FairnessReport, *, closed_loop: bool) -> Group:
-    """The report as tables and notes."""
     start_s, end_s = report.span_s
     span = f"in {end_s - start_s:.3g} s behind a warm-up of {start_s:g} s"
     service = Table(title=f"service {span}", title_justify="left")

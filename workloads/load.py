@@ -160,7 +160,6 @@ class LoadOptions:
         return Scale() if self.paper_scale else SMALL
 
     def load(self, codec: Codec, until_s: float) -> "ClientLoad":
-        """Its clients. Raises ValueError and OSError."""
         if self.trace is not None:
             specs = parse_clients(self.clients, TRACE) if self.clients else ()
             return load_trace(read_trace(self.trace, self, until_s), specs, self, codec)

@@ -138,7 +138,6 @@ def summarize(run: Run) -> Summary:
 
 
 def prices(run: Run) -> Linear:
-    """The manifest's cost function."""
     return Linear(run.manifest.extend_weight, run.manifest.output_weight)
 
 
@@ -300,7 +299,6 @@ LINE = ("scheduler", "workload", *METRICS, "bound")
 """What the commands' line of JSON has of each row."""
 
 ComparisonRow: TypeAlias = dict[str, str | float | None]
-"""One scheduler on one workload."""
 
 
 def rows(summaries: Sequence[Summary]) -> list[ComparisonRow]:

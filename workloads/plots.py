@@ -22,7 +22,6 @@ MOST_LABELS = 24
 
 
 def draw_all(runs: Sequence[Run], folder: Path) -> None:
-    """Draw all plots of these runs into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     schedulers = dict.fromkeys(run.manifest.scheduler for run in runs)
     colours = dict(zip(schedulers, cycle(_COLOURS), strict=False))

@@ -32,7 +32,6 @@ class Cell:
         return f"{self.scheduler} on {self.workload}"
 
     def path(self, folder: Path) -> Path:
-        """Where its records lie."""
         scheduler = self.scheduler.replace(" ", ".").replace(":", "-")
         return folder / f"{self.workload}.{scheduler}.{self.repeat}.jsonl"
 
@@ -172,7 +171,6 @@ class Run:
         return "; ".join(sorted({record.error for record in self.requests if record.error})[:3])
 
     def add(self, row: RecordLine) -> None:
-        """Put `row` where it belongs."""
         match row:
             case RequestRecord():
                 self.requests.append(row)

@@ -57,7 +57,6 @@ COLUMNS = {
 
 
 def comparison_table(table: Sequence[ComparisonRow]) -> Table:
-    """A row for each scheduler and workload."""
     view = Table(title="medians over repeats", title_justify="left")
     add_columns(view, "workload|scheduler", "|".join(COLUMNS))
     last = None
@@ -87,7 +86,6 @@ def ratio_table(table: Sequence[ComparisonRow], scheduler: str) -> Table:
 
 
 def client_table(summary: Summary) -> Table:
-    """One run, client by client."""
     view = Table(title=f"{summary.scheduler} on {summary.workload}", title_justify="left")
     add_columns(
         view, "client|programs|finished|service/s|actual/s|hit rate|P50 s|P99 s|TTFT P50 s|TTFT P99 s"

@@ -249,7 +249,6 @@ def repeated(option: str, arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
     words = sys.argv[1:] if arguments is None else arguments
     refused = (ValueError, OSError, EndpointError)
     return run(command(ServeOptions, serve, refused), NAME, repeated("--clients", words))

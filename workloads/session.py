@@ -18,7 +18,7 @@ have ended, the session waits for the programs that the plan names, `drain_s` at
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -42,7 +42,6 @@ class Plan:
     """How long a run lasts and how it ends."""
 
     duration_s: float
-    """Programs arrive until then."""
     programs_per_client: int | None = None
     at_once: Mapping[str, int] = field(default_factory=dict)
     """Closed-loop clients, with how many programs each keeps under way. The others follow their arrivals."""
@@ -91,7 +90,6 @@ class ActiveProgram:
 
     client: Client
     index: int
-    """Of the client's programs."""
     number: int
     """Of all programs of the session, in the order in which they began."""
     t_intended_s: float
@@ -120,11 +118,9 @@ class Request:
 
     program: ActiveProgram
     number: int
-    """Of the program's calls."""
     call: Call
     t_intended_s: float
     t_start_s: float | None = None
-    """When it got a connection."""
     id: str = ""
     """A name for it, if whoever drives the session needs one."""
 
@@ -260,7 +256,6 @@ class Session:
         return self._taken()
 
     def stop(self) -> None:
-        """End the session early."""
         self._over = True
 
     def cut_off(self) -> list[Action]:
@@ -361,7 +356,6 @@ class Session:
         self._actions.append(Send(request))
 
     def _finish(self, request: Request, how: Ending) -> None:
-        """Count it, and keep its record."""
         del self.under_way[request], request.program.requests[request]
         progress, outcome = self.progress, how.reply.outcome
         progress.now_s = self._now_s
@@ -430,13 +424,10 @@ def _request_record(request: Request, how: Ending, now_s: float) -> RequestRecor
         t_first_token_s=how.token_times[0][0] if how.token_times else None,
         t_done_s=round(now_s, 6),
         outcome=how.reply.outcome.value,
-        prompt_tokens=how.prompt_tokens,
-        cached_tokens=how.cached_tokens,
-        output_tokens=how.output_tokens,
         max_output_tokens=request.call.max_output_tokens,
-        token_times=how.token_times,
-        worker=how.worker,
-        status=how.status,
-        error=how.error,
-        waited_s=how.waited_s,
+        **{name: getattr(how, name) for name in _OF_ENDING},
     )
+
+
+_OF_ENDING = [one.name for one in fields(Ending)][1:]
+"""Fields of a record that are those of its ending."""

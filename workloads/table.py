@@ -72,7 +72,6 @@ class Requests:
 
     @cached_property
     def of(self) -> Mapping[str, Mask]:
-        """Each client's rows."""
         return {name: self.client == place for place, name in enumerate(self.clients)}
 
     def sent_in(self, start_s: float, end_s: float) -> Mask:
@@ -80,7 +79,6 @@ class Requests:
         return (start_s <= self.sent) & (self.sent < end_s)
 
     def input(self, side: Side) -> Column:
-        """Input tokens that count."""
         return self.prompt if side == "client" else self.extend
 
     def units(self, cost: Cost, side: Side, output: Column, which: Mask) -> Column:

@@ -21,7 +21,6 @@ LINE_S = 10.0
 
 
 def progress_line(progress: SessionProgress, plan: Plan) -> str:
-    """How far a session is, in a line."""
     state = "draining" if progress.now_s > plan.duration_s else f"of {plan.duration_s:g} s"
     return (
         f"  {progress.now_s:4.0f} s {state}: {progress.programs_done}/{progress.programs_due} programs, "

@@ -34,7 +34,6 @@ from workloads.table import Column, Mask, Requests, Side, in_order
 
 Method = Literal["events", "spread"]
 Values = tuple[float | None, ...]
-"""One for each sample time."""
 
 WINDOW_S = 60.0
 """VTC's 2T."""
@@ -96,8 +95,6 @@ class Windows:
         weights: Mapping[str, float] | None = None,
         window_s: float = WINDOW_S,
     ) -> None:
-        if window_s <= 0 or any(weight <= 0 for weight in (weights or {}).values()):
-            raise ValueError(f"window and weights must be positive: {window_s!r}, {dict(weights or {})}")
         table = run if isinstance(run, Requests) else Requests(run)
         manifest = table.run.manifest
         self.clients = table.clients
@@ -121,7 +118,6 @@ class Windows:
         return {name: account.left_out for name, account in self._accounts.items()}
 
     def service(self, start_s: float, end_s: float) -> dict[str, float | None]:
-        """Units that each client received in [start, end)."""
         return {name: values[0] for name, values in self.accumulated([end_s], start_s).items()}
 
     def requested(self, start_s: float, end_s: float) -> dict[str, float | None]:
@@ -148,7 +144,6 @@ class Windows:
         return self._each(lambda one: one.responses(start, end))
 
     def accumulated(self, times_s: Sequence[float], since_s: float = 0.0) -> dict[str, Values]:
-        """W(since, t) of each client."""
         edges = np.array([since_s, *times_s])
         return self._each(lambda one: (got := one.received(edges))[1:] - got[0])
 

@@ -25,7 +25,6 @@ PATHS: Mapping[str, str] = {
 OF_CHATS = frozenset({CHAT, RESPONSES, MESSAGES})
 """They take text, which a template surrounds."""
 WHOLE = frozenset({EMBEDDINGS})
-"""Answered in one piece."""
 TOKEN_BYTES = 4
 """Of a packed prompt."""
 _USAGE = {"include_usage": True, "continuous_usage_stats": True}
@@ -39,7 +38,6 @@ def known_tokens(prompt: Prompt) -> int | None:
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32."""
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 

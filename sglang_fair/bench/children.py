@@ -56,7 +56,6 @@ class Children:
         self._all: list[Child] = []
 
     def start(self, *command: str) -> Child:
-        """Raises `DidNotStart`."""
         self._all.append(Child(command))
         return self._all[-1]
 

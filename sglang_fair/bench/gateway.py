@@ -126,7 +126,6 @@ class Setting:
         asyncio.run(until_served(self.port, request, self.ours))
 
     def measure(self, folder: Path, seed: int, seconds: float) -> dict[str, float]:
-        """One round."""
         whole, streams = folder / "whole", folder / "streams"
         write_bodies(whole, seed, stream=False)
         write_bodies(streams, seed, stream=True)

@@ -60,7 +60,6 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
-        """Answers each request that is complete."""
         self._received += data
         while (end := self._received.find(b"\r\n\r\n")) >= 0:
             head = bytes(self._received[:end]).lower()
@@ -84,7 +83,6 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(ports: list[int]) -> None:
-    """Listens until it is cancelled."""
     loop = asyncio.get_running_loop()
     for port in ports:
         await loop.create_server(Connection, "127.0.0.1", port, backlog=1024)

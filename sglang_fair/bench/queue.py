@@ -55,7 +55,6 @@ class QueueOptions(BenchOptions):
 
 
 def a_view(name: str) -> Any:
-    """A worker as a placement sees it."""
     return SimpleNamespace(**{**dict.fromkeys(WorkerView.__annotations__, 0), "name": name, "capacity": 1.0})
 
 
@@ -110,7 +109,6 @@ class Site:
         self.placement.taking([view.name for view in self.views])
 
     def request(self) -> Request:
-        """The next one."""
         rng, self._count, self.now_s = self._rng, self._count + 1, self.now_s + 1e-3
         slo_class, slo_s = rng.choice(list(DEFAULT_CLASSES.items()))
         client, model = f"client-{rng.randrange(CLIENTS)}", f"m{rng.randrange(MODELS)}"
@@ -126,7 +124,6 @@ class Site:
         return chosen is None
 
     def pull(self) -> Request | None:
-        """The next one that leaves the queue."""
         found = self.placement.next(self.views, lambda _: NO_MATCH, self._may, self.now_s)
         if found is not None:
             self._place(*found)

@@ -78,7 +78,6 @@ class RouterOptions(BenchOptions):
 
     @property
     def size(self) -> int:
-        """Of the tree."""
         return self.tree_tokens or (2_000_000 if self.quick else 10_000_000)
 
     def rows(self, prompt_tokens: int) -> int:

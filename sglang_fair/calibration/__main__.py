@@ -52,7 +52,6 @@ def main(
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """A calibration in a few lines, for people."""
     lines = ["fitted, in microseconds:"]
     for name, value in found["cost_model"].items():
         if name != "kind":

@@ -80,7 +80,6 @@ class Settings:
         return self.kv_tokens // self.page_tokens
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens in a row take."""
         return -(-tokens // self.page_tokens)
 
 

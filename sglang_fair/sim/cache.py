@@ -32,7 +32,6 @@ class Stored(NamedTuple):
     parent: int | None
     tokens: bytes
     block_tokens: int
-    namespace: str = ""
 
 
 class Removed(NamedTuple):
@@ -55,25 +54,22 @@ class Node(Piece):
         "gone",
         "key",
         "locks",
-        "namespace",
         "parent",
         "start",
     )
 
-    def __init__(self, key: bytes, start: int, end: int, parent: "Node | None", namespace: str) -> None:
+    def __init__(self, key: bytes, start: int, end: int, parent: "Node | None") -> None:
         super().__init__()
         self.key = key
         self.start = start
         self.end = end
         self.parent = parent
-        self.namespace = namespace
         self.children: dict[bytes, Node] = {}
         """By their first page."""
         self.blocks = 0
         """Number of the first page; the others follow."""
         self.locks = 0
         self.gone = False
-        """It was evicted."""
 
     @property
     def size(self) -> int:
@@ -106,7 +102,7 @@ class PrefixCache:
         self.evicted_tokens = 0
         """All that was evicted since the start."""
         self._page_bytes = page_tokens * TOKEN_BYTES
-        self._roots: dict[str, Node] = {}
+        self._root = Node(b"", 0, 0, None)
         self._clock = 0.0
         self._blocks = 0
         self._events = events
@@ -116,7 +112,6 @@ class PrefixCache:
 
     @property
     def tokens(self) -> int:
-        """Size of the cache."""
         return self.evictable_tokens + self.locked_tokens
 
     @property
@@ -124,12 +119,12 @@ class PrefixCache:
         """Whether `drain` has something to return."""
         return bool(self._changes)
 
-    def match(self, tokens: bytes, most_tokens: int, namespace: str = "", found: Node | None = None) -> Node:
+    def match(self, tokens: bytes, most_tokens: int, found: Node | None = None) -> Node:
         """The node that ends the longest cached prefix of `tokens`, at most `most_tokens` long. Counts as a use.
 
         `found` is what an earlier `match` of these tokens returned; if it is still cached the search starts there.
         """
-        start = self._root(namespace) if found is None or found.gone else found
+        start = self._root if found is None or found.gone else found
         node = self._walk(start, tokens, most_tokens // self.page_tokens * self.page_tokens)
         self._use(node)
         return node
@@ -147,7 +142,7 @@ class PrefixCache:
         self._use(above)
         if there == end:
             return above, there
-        leaf = Node(tokens[there * TOKEN_BYTES : end * TOKEN_BYTES], there, end, above, above.namespace)
+        leaf = Node(tokens[there * TOKEN_BYTES : end * TOKEN_BYTES], there, end, above)
         leaf.blocks = self._blocks
         self._blocks += (end - there) // self.page_tokens
         above.children[leaf.key[: self._page_bytes]] = leaf
@@ -158,7 +153,7 @@ class PrefixCache:
         if self._events:
             parent = None if above.parent is None else self._hashes(above)[-1]
             hashes = tuple(self._hashes(leaf))
-            self._changes.append(Stored(0.0, hashes, parent, leaf.key, self.page_tokens, leaf.namespace))
+            self._changes.append(Stored(0.0, hashes, parent, leaf.key, self.page_tokens))
         return leaf, there
 
     def divide(self, node: Node, end: int) -> None:
@@ -188,7 +183,6 @@ class PrefixCache:
             node = node.parent
 
     def unlock(self, node: Node) -> None:
-        """Remove one lock from the path to `node`."""
         while node.parent is not None:
             node.locks -= 1
             if not node.locks:
@@ -200,7 +194,6 @@ class PrefixCache:
             node = node.parent
 
     def unlocked_tokens(self, node: Node) -> int:
-        """Tokens on the path to `node` that are not locked."""
         end = node.end
         while node.parent is not None and not node.locks:
             node = node.parent
@@ -232,12 +225,6 @@ class PrefixCache:
             events.append(Removed(t_s, tuple(removed)))
         self._changes.clear()
         return events
-
-    def _root(self, namespace: str) -> Node:
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Node(b"", 0, 0, None, namespace)
-        return root
 
     def _walk(self, node: Node, tokens: bytes, end: int) -> Node:
         """The node that ends the longest cached prefix of `tokens` up to depth `end`; `node` ends another one."""
@@ -271,7 +258,7 @@ class PrefixCache:
         assert node.parent is not None
         assert node.start < depth < node.end
         cut = (depth - node.start) * TOKEN_BYTES
-        upper = Node(node.key[:cut], node.start, depth, node.parent, node.namespace)
+        upper = Node(node.key[:cut], node.start, depth, node.parent)
         upper.blocks, upper.locks, upper.used = node.blocks, node.locks, node.used
         node.parent.children[node.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 
 from sglang_fair.core.job import Job
 from sglang_fair.sim.budget import LONGEST_RESERVATION
-from sglang_fair.sim.task import Task
+from sglang_fair.sim.pool import Task
 
 
 class DecodeBatch:
@@ -61,7 +61,6 @@ class DecodeBatch:
             heappush(self._ends, (last_step, task.place, task))
 
     def advance(self, steps: int) -> None:
-        """So many steps are over."""
         count = len(self.tasks)
         self.step += steps
         self.held_tokens += count * steps
@@ -94,7 +93,6 @@ class DecodeBatch:
         return stop
 
     def pages_for_step(self) -> int:
-        """Pages that the next step takes."""
         return self.new_pages[self.step % self._page_tokens]
 
     def reservable_tokens(self) -> int:

@@ -14,8 +14,7 @@ from sglang_fair.sim.cache import Node, PrefixCache
 from sglang_fair.sim.cost_model import CostModel
 from sglang_fair.sim.decode_batch import DecodeBatch
 from sglang_fair.sim.events import OF_JOB, Event, Finished, Meters, Progress, SimRequest
-from sglang_fair.sim.pool import Pool
-from sglang_fair.sim.task import Task
+from sglang_fair.sim.pool import Pool, Task
 
 WARM_UP_STEPS, WARM_UP_TOKENS = 8, 8
 """SGLang's server answers a short request of its own before the first client's: its decode steps, and its prompt."""
@@ -202,14 +201,13 @@ class Decoding:
     # ---- what admission and the account need to know
 
     def _match_waiting(self, job: Job) -> Match:
-        """Admission's look-up of a waiting request."""
         task = self._tasks[job.id]
         node = self._match(task)
         return node.end, task.block(node.end)
 
     def _match(self, task: Task) -> Node:
         """The end of its cached prefix, which leaves at least its last token to compute."""
-        node = task.found = self.cache.match(task.tokens, task.length - 1, task.request.namespace, task.found)
+        node = task.found = self.cache.match(task.tokens, task.length - 1, task.found)
         return node
 
     def _count_output(self, tokens: int) -> None:

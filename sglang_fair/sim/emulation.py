@@ -39,12 +39,10 @@ class Emulation:
 
     @property
     def hardware(self) -> Gpu:
-        """The figures of the GPU."""
         return GPUS[self.gpu]
 
     @property
     def shape(self) -> ModelShape:
-        """The shape of the model."""
         return SHAPES[self.model]
 
     def make_cost(self, read: Reader) -> CostModel:

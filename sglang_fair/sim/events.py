@@ -16,8 +16,6 @@ class SimRequest(NamedTuple):
     output_tokens: int
     max_output_tokens: int
     expected_output_tokens: int | None = None
-    unblocks: int = 0
-    namespace: str = ""
     weight: float | None = None
     weight_version: int = 0
     app: str = ""

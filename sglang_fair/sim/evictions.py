@@ -15,7 +15,7 @@ from sglang_fair.core.preemption import Missing, Runner
 from sglang_fair.sim.budget import LONGEST_RESERVATION, Budget, Settings
 from sglang_fair.sim.cache import Node
 from sglang_fair.sim.decoding import Decoding
-from sglang_fair.sim.task import Task
+from sglang_fair.sim.pool import Task
 
 HOST_BYTES_PER_S = 25e9
 """One way over PCIe 4.0 with 16 lanes, as copies of keys and values reach it."""
@@ -25,8 +25,6 @@ class HostPool:
     """At most `tokens` of contexts, each of which takes `token_s` on the link."""
 
     def __init__(self, tokens: int = 0, token_s: float = 0.0) -> None:
-        if tokens < 0 or token_s < 0:
-            raise ValueError("a host's pool and its link's time for a token cannot be negative")
         self.tokens = tokens
         self.used_tokens = 0
         self._token_s = token_s
@@ -48,11 +46,9 @@ class HostPool:
         return True
 
     def of(self, request_id: str) -> int:
-        """Tokens that are kept of a request."""
         return self._kept.get(request_id, 0)
 
     def drop(self, request_id: str) -> None:
-        """They are of no use any more."""
         self.used_tokens -= self._kept.pop(request_id, 0)
 
     def load_s(self, tokens: int, now_s: float) -> float:

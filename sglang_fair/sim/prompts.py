@@ -8,7 +8,7 @@ from sglang_fair.sim.cache import Node
 from sglang_fair.sim.decoding import Decoding
 from sglang_fair.sim.events import Event, Finished, Progress
 from sglang_fair.sim.evictions import Evictions
-from sglang_fair.sim.task import Task
+from sglang_fair.sim.pool import Task
 
 
 class Prompts(Decoding):
@@ -16,7 +16,6 @@ class Prompts(Decoding):
 
     @cached_property
     def evictions(self) -> Evictions:
-        """What is taken back for a candidate that is due."""
         return Evictions(self)
 
     def _form(self, now_s: float) -> list[Task]:
@@ -185,11 +184,10 @@ class Prompts(Decoding):
         return self._finished(task, task.output, t_s)
 
     def _admitted(self, task: Task) -> None:
-        path = self.admission.path((task.request.namespace, None), task.prompt)
+        path = self.admission.path(("", None), task.prompt)
         there = task.start + task.loaded
         self.admission.admit(task.job, extend_tokens=task.computed - there, cached_tokens=there, path=path)
         self.meters.cached_tokens += task.start
 
     def _continued(self, task: Task) -> None:
-        """One more chunk of a prompt is in the batch."""
         self.admission.extend(task.job, task.computed - task.start, task.block(task.start))

@@ -29,9 +29,8 @@ from sglang_fair.sim.cost_model import CostModel
 from sglang_fair.sim.decode_batch import DecodeBatch
 from sglang_fair.sim.decoding import Run
 from sglang_fair.sim.events import Event, Finished, Meters, Progress, Refused, SimRequest
-from sglang_fair.sim.pool import Pool
+from sglang_fair.sim.pool import Pool, Task
 from sglang_fair.sim.prompts import Prompts
-from sglang_fair.sim.task import Task
 
 __all__ = [
     "Event",
@@ -121,7 +120,6 @@ class Replica(Prompts):
 
     @property
     def record(self) -> Record:
-        """What its last requests waited for."""
         return self.admission.record
 
     def load(self) -> tuple[int, int, int]:
@@ -156,7 +154,6 @@ class Replica(Prompts):
         assert cut is None or cut.length - cut.computed <= self.pool.room_tokens()
 
     def _held(self) -> Iterator[tuple[Task, int]]:
-        """Each running request with the tokens that it holds."""
         for task in self.decoding.tasks.values():
             yield task, task.held(self.decoding.step)
         for task in (
@@ -177,7 +174,6 @@ class Replica(Prompts):
         self._decode_until(now_s)
 
     def _complete(self, t_s: float) -> None:
-        """The batch or the run that was under way has ended."""
         self.admission.record.tick(t_s)
         if self._batch:
             self._computed(t_s)

@@ -51,7 +51,6 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that the weights take."""
         return self._layer_bytes + (self.parameters - self.layer_parameters) * _BF16_BYTES
 
     @property
@@ -65,7 +64,6 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Size of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BF16_BYTES
 
     @property

@@ -318,7 +318,7 @@ def check(order: FairEviction, tree: PrefixCache) -> None:
 
 
 def pieces(tree: PrefixCache) -> Iterator[Node]:
-    stack = [child for root in tree._roots.values() for child in root.children.values()]
+    stack = list(tree._root.children.values())
     while stack:
         node = stack.pop()
         yield node

@@ -183,15 +183,6 @@ def follow(cache: PrefixCache, known: dict[int, Tokens]) -> None:
             known[name] = head + tokens[: (at + 1) * event.block_tokens]
 
 
-def test_namespaces_share_nothing():
-    cache = PrefixCache(PAGE)
-    tokens = packed((1, 2, 3, 4))
-    cache.insert(tokens, 4, cache.match(tokens, 4, "adapter"))
-    assert cache.match(tokens, 4).end == 0
-    assert cache.match(tokens, 4, "adapter").end == 4
-    assert [event.namespace for event in cache.drain(0.0)] == ["adapter"]
-
-
 def some(prompts: int) -> Iterator[bytes]:
     return (packed(tuple(range(n, n + 5))) for n in range(prompts))
 

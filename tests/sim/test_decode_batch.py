@@ -9,7 +9,7 @@ from sglang_fair.sim.answers import TOKEN_BYTES
 from sglang_fair.sim.budget import LONGEST_RESERVATION
 from sglang_fair.sim.decode_batch import DecodeBatch
 from sglang_fair.sim.events import SimRequest
-from sglang_fair.sim.task import Task
+from sglang_fair.sim.pool import Task
 from tests.support.budget import seeds
 
 PAGE_TOKENS = 4

@@ -6,8 +6,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.sim.budget import Settings
 from sglang_fair.sim.cache import PrefixCache
 from sglang_fair.sim.events import SimRequest
-from sglang_fair.sim.pool import Pool
-from sglang_fair.sim.task import Task
+from sglang_fair.sim.pool import Pool, Task
 
 SETTINGS = Settings(kv_tokens=400, page_tokens=4)
 

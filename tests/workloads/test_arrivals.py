@@ -111,12 +111,7 @@ def test_phases_follow_each_other_and_do_not_touch_each_other():
     [
         lambda: EvenArrivals(0.0),
         lambda: EvenArrivals(1.0, first_s=-1.0),
-        lambda: OnOffArrivals(EvenArrivals(1.0), on_s=0.0),
-        lambda: RampArrivals(0.0, 0.0, 10.0),
-        lambda: RampArrivals(1.0, 2.0, 10.0, cv=-1.0),
-        lambda: PhasedArrivals([(EvenArrivals(1.0), 0.0)]),
-        lambda: GivenArrivals([2.0, 1.0]),
-        lambda: GivenArrivals([float("nan")]),
+        lambda: GammaArrivals(1.0, cv=-1.0),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(make):

@@ -23,7 +23,7 @@ from workloads.experiments.dlpm_table2 import WORKLOADS, Table2
 from workloads.experiments.senders import clients_of, even, on_off, poisson, single, traffic
 from workloads.runs.pool import Failed
 from workloads.session import Plan
-from workloads.simulation import Site
+from workloads.simulation import Fleet, Site
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -44,7 +44,8 @@ def test_cells_are_unique_and_survive_json(experiment, size):
         assert len(set(cell.seeds)) == len(cell.seeds) > 0
         told = json.loads(json.dumps(cell.to_json()))
         assert told == cell.to_json()
-        assert Site.from_json(told["site"]) == cell.site
+        fleet = told["site"]["fleet"]
+        assert Site(**(told["site"] | {"fleet": fleet and Fleet(**fleet)})) == cell.site
 
 
 def test_a_result_has_medians_and_ranges_over_seeds():

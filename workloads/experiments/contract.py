@@ -84,8 +84,10 @@ class Cell:
 
 
 def filled(cell: Mapping[str, Json]) -> dict[str, Json]:
-    """A recorded cell with what it lacks: a field of site or plan that is younger than the record has its default."""
-    return {**cell, "site": _json(Site()) | cell["site"], "plan": _json(Plan(1.0)) | cell["plan"]}
+    """A recorded cell with the fields of today's site and plan; one that is younger than the record has its default."""
+    site = _json(Site())
+    known = {name: value for name, value in cell["site"].items() if name in site}
+    return {**cell, "site": site | known, "plan": _json(Plan(1.0)) | cell["plan"]}
 
 
 def _json(one: "Cell | Site | Plan") -> dict[str, Json]:

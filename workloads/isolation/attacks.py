@@ -113,7 +113,6 @@ class Scene:
 
     attack: str | None = None
     light: int = 0
-    """Light clients."""
     victim: bool = False
 
     @property

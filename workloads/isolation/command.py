@@ -307,7 +307,6 @@ def render(table: Sequence[IsolationRow]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`sglang-fair bench isolation`."""
     return run(command(IsolationOptions, isolation), f"sglang-fair bench {NAME}", arguments, epilog=EPILOG)
 
 

@@ -111,7 +111,6 @@ class Execution:
 
     def __init__(self, program: Program) -> None:
         self.calls = 0
-        """Calls handed out so far."""
         self.outcome: Outcome | None = None
         """None while the program runs; then the worst outcome of its calls."""
         self._worst = Outcome.OK
@@ -120,11 +119,9 @@ class Execution:
 
     @property
     def running(self) -> int:
-        """Calls handed out and not yet answered."""
         return len(self._waiting)
 
     def start(self) -> list[Ready]:
-        """The calls that the program begins with."""
         assert not self.calls, "an execution starts once"
         ready: list[Ready] = []
         self._resume(self._root, None, ready)
@@ -146,7 +143,6 @@ class Execution:
             self._resume(frame, frame.answers[0] if frame.alone else tuple(frame.answers), ready)
 
     def _resume(self, frame: _Frame, answer: Any, ready: list[Ready]) -> None:
-        """Run `frame` until it waits or returns."""
         while True:
             try:
                 step = frame.program.send(answer)

@@ -62,14 +62,7 @@ class Chat:
     answer_tokens: float = 142.0
     think_s: float = 20.0
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.turns < float("inf") or not 0 <= self.think_s < float("inf"):
-            raise ValueError(
-                f"a chat has 1 turn or more and thinks for 0 s or more: {self.turns!r}, {self.think_s!r}"
-            )
-
     def draw(self, rng: Random, codec: Codec) -> tuple[Turn, ...]:
-        """One conversation of this kind."""
         count = 1
         if self.turns > 1:
             count += int(log(1 - rng.random()) / log(1 - 1 / self.turns))
@@ -124,13 +117,6 @@ class TreeOfThought:
     branches: int = 2
     height: int = 4
     thought_tokens: int = 256
-    """Output tokens of each request."""
-
-    def __post_init__(self) -> None:
-        if self.branches < 1 or self.height < 1:
-            raise ValueError(
-                f"a tree needs branches and height of at least 1: {self.branches}, {self.height}"
-            )
 
     @property
     def requests(self) -> int:
@@ -188,10 +174,6 @@ class Judge:
     judgement_tokens: int = 256
     """Output tokens of each request, the merge included."""
 
-    def __post_init__(self) -> None:
-        if self.dimensions < 1:
-            raise ValueError(f"a judge needs at least 1 dimension, not {self.dimensions}")
-
     @property
     def requests(self) -> int:
         return self.dimensions + 1
@@ -232,10 +214,6 @@ class DocumentQa:
 
     questions: int = 8
     answer_tokens: int = 15
-
-    def __post_init__(self) -> None:
-        if self.questions < 1:
-            raise ValueError(f"a document needs at least 1 question, not {self.questions}")
 
     @property
     def requests(self) -> int:

@@ -159,7 +159,6 @@ _PASSAGES, _PASSAGE_SENTENCES = 128, 8
 
 @cache
 def _book() -> tuple[str, ...]:
-    """The passages, the same in every process."""
     sentences = islice(Articles().sentences(seeded("book")), 1, None)
     return tuple(" ".join(islice(sentences, _PASSAGE_SENTENCES)) for _ in range(_PASSAGES))
 

@@ -208,7 +208,6 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        """The plan of each run."""
         return Plan(self.duration, drain_s=self.drain, drain_for="well-behaved", sample_s=self.sample_s)
 
     def cell(self, workload: str, scheduler: str, repeat: int) -> Cell:

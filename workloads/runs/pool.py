@@ -49,7 +49,6 @@ Ended: TypeAlias = tuple[JobT, Made[ResultT] | Failed]
 
 
 def attempt(work: Callable[[JobT], ResultT], job: JobT) -> Made[ResultT] | Failed:
-    """Carry out one job, here and now."""
     started, began_s = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     try:
         result = work(job)

@@ -38,17 +38,14 @@ class Place:
     overrun_tokens: int = 0
     """By how much answers are longer than was expected."""
     target: str | None = None
-    """The model that it is to load."""
     bound: list[Entry] = field(default_factory=list)
     """Requests that it is to get first."""
 
     @property
     def room(self) -> float:
-        """Tokens that it may still be sent."""
         return self.kv_tokens + self.chunk_tokens - self.tokens - self.overrun_tokens
 
     def may_have(self, model: str) -> bool:
-        """It takes requests, has room, and can have the model."""
         takes = self.target is None and self.loaded is not None and self.room > 0
         return takes and (model == self.loaded or model in self.swap_s)
 

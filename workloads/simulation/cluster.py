@@ -51,7 +51,6 @@ class Flight:
     request: SimRequest
     """What of it is left: if it was cut off, it goes on after the tokens of its answer that are known."""
     owner: Any
-    """What its owner knows it by."""
     router: int
     """Number of the router that places it."""
     model: str
@@ -70,7 +69,6 @@ class Flight:
     written: int = 0
     """Tokens of its answer before it was cut off."""
     parts: int = 0
-    """How often it was cut off."""
     given_up: bool = False
     """Its sender waits for it no more."""
     is_cut: bool = False
@@ -91,7 +89,6 @@ class Clock:
         """What is done at even times."""
 
     def at(self, time_s: float, action: Callable[[Any], None], argument: Any) -> None:
-        """Something is to be done then."""
         self.scheduled += 1
         heappush(self._events, (time_s, self.scheduled, action, argument))
 
@@ -246,7 +243,6 @@ class Cluster(Clock):
         self._ask(flight)
 
     def _deliver(self, flight: Flight) -> None:
-        """The request reaches its replica."""
         place = flight.worker
         assert place is not None
         if flight.given_up or flight.is_cut:
@@ -287,7 +283,6 @@ class Cluster(Clock):
         self.at(self.now_s + self._site.hop_s, self._deliver, flight)
 
     def _cut(self, name: str) -> None:
-        """Its replica is to load another model."""
         flight = self.flights[name]
         if not flight.given_up:
             flight.is_cut = True
@@ -296,7 +291,6 @@ class Cluster(Clock):
     # ---- what replicas say
 
     def _tell_loads(self, number: int) -> None:
-        """Each replica says how much it has to do."""
         for place, replica in enumerate(self.replicas):
             self.advance(place)
             load = message.Load(self.workers[place], *replica.load())
@@ -309,19 +303,16 @@ class Cluster(Clock):
             self.advance(place)
 
     def advance(self, place: int) -> None:
-        """Hear what the replica has done until now."""
         self.take(place, self.replicas[place].advance(self.now_s))
 
     def take(self, place: int, events: Sequence[Event]) -> None:
         """Pass on what a replica has said, each thing when it has come to whom it concerns."""
-        lag_s, worker = self._site.events_lag_s, self.workers[place]
+        worker = self.workers[place]
         for event in events:
             if isinstance(event, Stored | Removed):
                 change = _for_router(worker, event)
-                if lag_s:
-                    self.at(event.t_s + lag_s, self._cache_changed, change)
-                else:
-                    self._cache_changed(change)
+                for router in range(len(self.routers)):
+                    self.tell(router, change)
             else:
                 self._hear(event)
         next_s = self.replicas[place].next_s
@@ -330,12 +321,7 @@ class Cluster(Clock):
             if next_s < inf:
                 self.at(next_s, self._wake, place)
 
-    def _cache_changed(self, event: message.Stored | message.Removed) -> None:
-        for router in range(len(self.routers)):
-            self.tell(router, event)
-
     def _hear(self, event: Progress | Finished | Refused) -> None:
-        """A gateway hears of one of its requests."""
         flight = self.flights.get(event.id)
         assert flight is not None, event
         match event:
@@ -416,12 +402,9 @@ def complete(token_times: list[tuple[float, int]], t_s: float, output_tokens: in
 
 
 def _for_router(worker: str, event: Stored | Removed) -> message.Stored | message.Removed:
-    """As the router reads it."""
     if isinstance(event, Removed):
         return message.Removed(worker, event.hashes)
-    return message.Stored(
-        worker, event.hashes, event.parent, event.tokens, event.block_tokens, event.namespace
-    )
+    return message.Stored(worker, event.hashes, event.parent, event.tokens, event.block_tokens)
 
 
 class Agents:

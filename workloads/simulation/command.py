@@ -62,7 +62,6 @@ ClusterOption = partial(Option, rich_help_panel="The cluster")
 
 
 def of_cluster(name: str, help: str = "", unset: str = "", program: type = table.Cluster) -> Any:
-    """The option of a setting that a live cluster has too."""
     return option_of(program, name, help=help, unset=unset, panel="The cluster")
 
 
@@ -357,7 +356,6 @@ def _made(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
     return run(command(SimulateOptions, compare), NAME, arguments, epilog=EPILOG)
 
 

@@ -57,21 +57,17 @@ class Fleet:
             raise ValueError("a fleet has models and GPUs")
 
     def begins_with(self, place: int) -> str:
-        """The model of a replica at the start."""
         return tuple(self.models)[place % len(self.models)]
 
     def loadable(self, place: int) -> tuple[str, ...]:
-        """The models that a replica can have."""
         if not self.swaps:
             return (self.begins_with(place),)
         return tuple(model for model in self.models if self._fits(place, model))
 
     def kv_tokens(self, place: int, model: str) -> int:
-        """Of a replica's cache beside a model."""
         return kv_tokens(GPUS[self._gpu(place)], SHAPES[self.models[model]])
 
     def cost(self, place: int, model: str) -> CostModel:
-        """How long a step takes."""
         return make_cost_model(f"{self._gpu(place)}/{self.models[model]}")
 
     def host_tokens(self, model: str) -> tuple[int, float]:
@@ -80,7 +76,6 @@ class Fleet:
         return int(self.host_kv_bytes / kv_bytes), kv_bytes / HOST_BYTES_PER_S
 
     def weight_bytes(self, model: str) -> int:
-        """What is loaded."""
         return SHAPES[self.models[model]].weight_bytes
 
     def _gpu(self, place: int) -> str:

@@ -117,7 +117,6 @@ class Simulation:
         *,
         seed: str = "0",
     ) -> None:
-        """See `simulate`."""
         self.session = Session(clients, plan)
         self.cluster = Cluster(site, self._over, step_s=plan.token_step_s or TOKEN_STEP_S)
         self.replicas, self.routers = self.cluster.replicas, self.cluster.routers
@@ -226,7 +225,6 @@ class Simulation:
         return self._router_of[program]
 
     def _known(self, request: Request, flight: Flight | None, ending: Ending) -> Ending:
-        """With what a client knows of its request."""
         ending.prompt_tokens = len(request.call.prompt) // TOKEN_BYTES
         ending.token_times = [] if flight is None else flight.token_times
         ending.waited_s = self._waited_s(request, flight)

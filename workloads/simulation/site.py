@@ -6,7 +6,7 @@ alike. The router knows the linear part of the cost of service, as it does there
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,7 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import checked_stall_ms, checked_target_tpot_ms, make_steps
 from sglang_fair.core.throttle import make_rules
 from sglang_fair.settings import table
-from sglang_fair.sim.cost_model import CostModel, Scaled, kv_tokens, make_cost_model
+from sglang_fair.sim.cost_model import CostModel, kv_tokens, make_cost_model
 from sglang_fair.sim.gpus import GPUS
 from sglang_fair.sim.replica import Replica, Settings
 from sglang_fair.sim.shapes import SHAPES
@@ -76,8 +76,6 @@ class Site:
     by plain LRU, as in the papers."""
     ignore_eos: bool = True
     """Every answer runs to its limit, and memory is reserved for that. False where answers may be shorter."""
-    capacities: tuple[float, ...] = ()
-    """Each replica's speed relative to the cost model's; the router knows it too. Empty: all 1."""
     ingress: tuple[float, ...] = (1.0,)
     """One router for each number, which is its share of all programs. Routers do not know each other."""
     hop_s: float = 0.0
@@ -85,13 +83,10 @@ class Site:
     throttle: str = table.Cluster.throttle
     limits: Mapping[str, Any] = field(default_factory=dict)
     """The rules of throttling, as `--limits` has them."""
-    events_lag_s: float = 0.0
-    """Delay after which the router hears of a change in a cache."""
     fleet: Fleet | None = None
     """Several models, or unlike GPUs, in place of `gpu`, `model`, `cost_model` and `kv_tokens`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "capacities", tuple(self.capacities))
         object.__setattr__(self, "ingress", tuple(self.ingress))
         if self.placement not in PLACEMENTS and self.placement not in BASELINES:
             raise ValueError(f"no placement {self.placement!r}: there are {', '.join(PLACEMENTS)}")
@@ -102,27 +97,13 @@ class Site:
         make_rules(self.limits, "limits")
         if self.replicas < 1:
             raise ValueError(f"a cluster has at least 1 replica, not {self.replicas}")
-        if self.capacities and len(self.capacities) != self.replicas:
-            raise ValueError(f"{len(self.capacities)} capacities are given for {self.replicas} replicas")
-        if not all(capacity > 0 for capacity in self.capacities):
-            raise ValueError(f"a replica's capacity is a positive number, not one of {self.capacities}")
         if not self.ingress or min(self.ingress) < 0 or not sum(self.ingress) > 0:
             raise ValueError(f"the routers' parts of the programs must be positive numbers: {self.ingress}")
         checked_target_tpot_ms(self.target_tpot_ms, checked_stall_ms(self.stall_ms))
-        if self.hop_s < 0 or self.events_lag_s < 0:
-            raise ValueError("hop_s and events_lag_s cannot be negative")
+        if self.hop_s < 0:
+            raise ValueError(f"hop_s cannot be negative: {self.hop_s}")
         if self.fleet is not None and len(self.ingress) > 1:
             raise ValueError("a replica loads models for one router: a fleet has no others")
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Site":
-        """The inverse of `asdict`. Raises ValueError for an unknown field. Without `stall_ms` it is 0, as it was before
-        there was such a field."""
-        unknown = sorted(set(values) - {known.name for known in fields(cls)})
-        if unknown:
-            raise ValueError(f"a site has no {', '.join(unknown)}")
-        fleet = values.get("fleet")
-        return cls(**{"stall_ms": 0.0, **values, "fleet": None if fleet is None else Fleet(**fleet)})
 
     @classmethod
     def calibrated(cls, path: Path, **others: Any) -> "Site":
@@ -158,19 +139,12 @@ class Site:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """The replicas' names."""
         return tuple(f"r{place}" for place in range(self.replicas))
 
-    def capacity(self, place: int) -> float:
-        """The speed of replica number `place`, relative to the cost model's."""
-        return self.capacities[place] if self.capacities else 1.0
-
     def service_cost(self) -> Cost:
-        """The cost function that replicas charge by."""
         return make_cost(self.cost, self.extend_weight, self.output_weight)
 
     def make_policy(self) -> Policy:
-        """A new policy object for one replica."""
         quantum = None if self.quantum is None else checked_quantum(self.quantum)
         policy = policy_options.make(
             self.policy, self.policy_options, quantum=quantum, weights=Weights(self.client_weights)
@@ -179,7 +153,6 @@ class Site:
         return policy
 
     def make_cost_model(self) -> CostModel:
-        """How long a step takes on a replica of capacity 1."""
         return make_cost_model(self.engine, read_json)
 
     def make_replica(self, place: int, *, events: bool = True) -> Replica:
@@ -198,12 +171,9 @@ class Site:
 
     def cost_of(self, place: int, model: str) -> CostModel:
         """How long a step takes on a replica that has this model."""
-        found = self.make_cost_model() if self.fleet is None else self.fleet.cost(place, model)
-        capacity = self.capacity(place)
-        return found if capacity == 1 else Scaled(found, 1 / capacity)
+        return self.make_cost_model() if self.fleet is None else self.fleet.cost(place, model)
 
     def settings(self, place: int = 0, model: str = "") -> Settings:
-        """The limits of an engine that has this model."""
         given: dict[str, Any] = {
             "max_running": self.max_running,
             "chunked_prefill_tokens": self.chunked_prefill_tokens,
@@ -222,7 +192,6 @@ class Site:
         )
 
     def make_router(self) -> Router:
-        """A new router that knows all replicas."""
         cost = self.service_cost()
         given = {
             "quantum": self.quantum,
@@ -247,7 +216,6 @@ class Site:
                 worker,
                 "",
                 kv="simulated",
-                capacity=self.capacity(place),
                 models=models,
                 loaded=first,
                 kv_tokens=self.kv_tokens_of(place, first),
@@ -265,7 +233,6 @@ class Site:
 
     @property
     def kind(self) -> type[Placement]:
-        """Of the placement."""
         return {**PLACEMENTS, **BASELINES}[self.placement]
 
     @property

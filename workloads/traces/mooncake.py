@@ -6,7 +6,7 @@ share exactly their leading equal ids. Files are in https://github.com/kvcache-a
 `FAST25-release/traces`.
 
 Mooncake does not tell whose a request is. A conversation is what agrees in its first two blocks (the first
-is the system prompt), and each belongs to one of N clients by a Zipf draw: the k-th client has 1/k^s of the
+is the system prompt), and each belongs to one of 100 clients by a Zipf draw: the k-th client has 1/k of the
 first one's conversations.
 """
 
@@ -26,6 +26,7 @@ from workloads.traces.trace import BLOCK_TOKENS, Trace, TraceRequest, read_lines
 
 NAME = "mooncake"
 
+_CLIENTS = 100
 _DURATION_S = 3600.0
 _REQUESTS_PER_S = 3.4
 _TURNS = 1.63
@@ -38,8 +39,8 @@ def conversation_of(request: TraceRequest) -> tuple[int, ...]:
     return request.blocks[:2]
 
 
-def mooncake(path: Path | None = None, *, clients: int = 100, skew: float = 1.0, seed: str = "0") -> Trace:
-    """The trace of a file; without one, a stand-in with its statistics. `skew` is Zipf's s, 0 for equal shares.
+def mooncake(path: Path | None = None, *, seed: str = "0") -> Trace:
+    """The trace of a file; without one, a stand-in with its statistics.
 
     The stand-in: an hour of 3.4 requests a second; conversations of 1.63 turns on average, 215 s apart, with
     one system prompt; first prompts of 10,800 tokens on average (log-normal, median 5,300), each turn 1,200
@@ -47,11 +48,9 @@ def mooncake(path: Path | None = None, *, clients: int = 100, skew: float = 1.0,
     and 37 % of them had been seen before. Raises ValueError, with file and line number, for a line that is no
     such request.
     """
-    if clients < 1 or not 0 <= skew < float("inf"):
-        raise ValueError(f"a trace needs clients, and a skew of at least 0: {clients!r}, {skew!r}")
     trace = Trace.of(NAME, read_lines(path, _Line, _Line.request)) if path is not None else _stand_in(seed)
-    weights = [1 / rank**skew for rank in range(1, clients + 1)]
-    names = [f"{NAME}-{rank}" for rank in range(1, clients + 1)]
+    weights = [1 / rank for rank in range(1, _CLIENTS + 1)]
+    names = [f"{NAME}-{rank}" for rank in range(1, _CLIENTS + 1)]
     owners: dict[tuple[int, ...], str] = {}
     for request in trace.requests:
         conversation = conversation_of(request)

@@ -20,6 +20,8 @@ from typing import TypeAlias
 from workloads.programs.prose import seeded
 from workloads.traces.trace import Trace, TraceRequest
 
+NAME = "servegen"
+
 WINDOW_S = 600.0
 LENGTHS_S = 21_600.0
 
@@ -85,7 +87,6 @@ class Profile:
 
     @property
     def active(self) -> list[int]:
-        """Windows in which it sends."""
         return [
             place
             for place, window in enumerate(self.windows)
@@ -104,29 +105,23 @@ def mix(
     clients: int,
     rate_per_s: float,
     duration_s: float,
-    skew: float = 1.0,
     seed: str = "0",
-    name: str = "servegen",
 ) -> Trace:
     """Many clients made of few profiles, with `rate_per_s` requests a second in all.
 
     Client k follows profile k modulo their number, from one of its active windows on. Its share of the rate
-    is Zipf's, 1/k^`skew` of the first client's (in production few clients send most), over the whole trace: a
+    is Zipf's, 1/k of the first client's (in production few clients send most), over the whole trace: a
     profile decides when in that time it sends, how burstily and what. Raises ValueError where no request
     arrives at all.
     """
-    if not profiles or clients < 1 or not 0 <= skew < float("inf"):
-        raise ValueError(f"a mix needs profiles, clients, and a skew of at least 0: {clients!r}, {skew!r}")
-    if not (0 < rate_per_s < float("inf") and 0 < duration_s < float("inf")):
-        raise ValueError(f"a mix needs a positive rate and duration: {rate_per_s!r}, {duration_s!r}")
-    weights = [1 / rank**skew for rank in range(1, clients + 1)]
+    weights = [1 / rank for rank in range(1, clients + 1)]
     requests: list[TraceRequest] = []
     for k, weight in enumerate(weights):
-        rng = seeded(seed, name, k)
+        rng = seeded(seed, NAME, k)
         expected = rate_per_s * duration_s * weight / sum(weights)
-        requests += _requests(profiles[k % len(profiles)], f"{name}-{k + 1}", expected, duration_s, rng)
+        requests += _requests(profiles[k % len(profiles)], f"{NAME}-{k + 1}", expected, duration_s, rng)
     requests.sort(key=lambda request: request.arrival_s)
-    return Trace(name, requests, duration_s)
+    return Trace(NAME, requests, duration_s)
 
 
 def _requests(

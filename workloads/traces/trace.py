@@ -23,7 +23,6 @@ from workloads.programs.kinds import Single
 from workloads.programs.prose import filler
 
 BLOCK_TOKENS = 512
-"""Mooncake's blocks."""
 
 _BLOCKS_KEPT = 1024
 
@@ -71,7 +70,6 @@ class Trace:
 
     @property
     def rate_per_s(self) -> float:
-        """Requests a second, on average."""
         return len(self.requests) / self.duration_s
 
     def between(self, start_s: float, until_s: float) -> "Trace":

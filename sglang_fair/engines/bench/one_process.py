@@ -175,7 +175,6 @@ class Engine:
         return self._step
 
     def cache(self) -> tuple[str, str]:
-        """Class names of the tree cache and its core."""
         tree = self._scheduler.tree_cache
         return type(tree).__name__, type(tree.tree_core).__name__
 

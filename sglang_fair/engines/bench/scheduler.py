@@ -122,7 +122,6 @@ class Prompts:
         self.prefixes = [self._tokens(shape.prefix_tokens) for _ in range(PREFIXES)]
 
     def __iter__(self) -> Iterator[tuple[str, "array[int]"]]:
-        """An endless stream of (client, prompt)."""
         shape, rng = self._shape, self._rng
         choices = max(1, PREFIXES // shape.clients)
         while True:
