@@ -93,16 +93,15 @@ class OnOffArrivals:
 class RampArrivals:
     """A rate that changes linearly from one value to another within `over_s`, and stays there.
 
-    Its arrivals are those of a process of one program per second, with this `cv`, on a stretched time axis.
+    Its arrivals are those of a process of one program per second, evenly spaced, on a stretched time axis.
     """
 
     start_per_s: float
     end_per_s: float
     over_s: float
-    cv: float = 0.0
 
     def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
-        times = (self._time_s(expected) for expected in GammaArrivals(1.0, self.cv).times(rng))
+        times = (self._time_s(expected) for expected in GammaArrivals(1.0, 0.0).times(rng))
         return tuple(islice(takewhile(lambda time_s: time_s < until_s, times), most))
 
     def _time_s(self, expected: float) -> float:

@@ -100,7 +100,6 @@ class Texts:
 
     questions: Source = field(default_factory=WordProblems)
     articles: Source = field(default_factory=Articles)
-    documents: Source = field(default_factory=Passages)
 
 
 class Shape(NamedTuple):
@@ -145,7 +144,7 @@ def _qa(scale: Scale, *, documents: int = 1) -> Shape:
     def begin(seed: str, client: str, index: int, texts: Texts, codec: Codec) -> Program:
         rng = seeded(seed, client, "document", index)
         factor = exp(spread * rng.gauss(0.0, 1.0) - spread**2 / 2)
-        document = draw(texts.documents, rng, codec, max(1, round(mean_tokens * factor)))
+        document = draw(Passages(), rng, codec, max(1, round(mean_tokens * factor)))
         questions = [
             draw(Passages(), rng, codec, scale.document_question_tokens) for _ in range(qa.questions)
         ]

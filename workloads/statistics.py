@@ -62,7 +62,7 @@ def statistics(programs: Iterable[Program]) -> Statistics:
             reply = _answer(len(seen), call)
             prompts += len(prompt) / per_token
             shared += _longest(seen, prompt) / per_token
-            output += call.output_tokens or call.max_output_tokens
+            output += call.max_output_tokens
             prefix = prompt if prefix is None else prefix[: _agreeing(prefix, prompt)]
             insort(seen, prompt + reply.packed)
             ready += execution.reply(number, reply)
@@ -90,7 +90,7 @@ def _units(prompt: Prompt) -> tuple[bytes, float]:
 
 def _answer(number: int, call: Call) -> Reply:
     """As long as the call says, and unlike any other."""
-    tokens = call.output_tokens or call.max_output_tokens
+    tokens = call.max_output_tokens
     chars = round(tokens * _CHARS_PER_TOKEN) if isinstance(call.prompt, str) else tokens
     text = "".join(seeded("answer", number).choices(ascii_lowercase, k=chars))
     return Reply(text, tuple(text.encode()), packed=text.encode("utf-32-le"))

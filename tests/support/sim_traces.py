@@ -22,7 +22,7 @@ import numpy as np
 from sglang_fair.core import make_policy
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import make_steps
-from sglang_fair.sim import task
+from sglang_fair.sim import pool
 from sglang_fair.sim.decoding import WARM_UP_STEPS
 from sglang_fair.sim.replica import Replica, Settings, SimRequest
 
@@ -175,7 +175,7 @@ class Traced:
         trace = calls(queue)
         steps = make_steps(queue.policy, load.stall_ms, load.target_tpot_ms)
         replica = Replica(queue, _Second(), settings, steps=steps)
-        answer, task.answer = task.answer, lambda prompt, tokens: bytes(4 * tokens)
+        answer, pool.answer = pool.answer, lambda prompt, tokens: bytes(4 * tokens)
         try:
             for step in range(load.steps):
                 # They come during the step before; an idle replica begins when somebody comes.
@@ -188,7 +188,7 @@ class Traced:
                         replica.abort(id, now_s)
                 replica.advance(step)
         finally:
-            task.answer = answer
+            pool.answer = answer
         assert replica.next_s == inf, "the load was not done in its steps"
         return trace
 

@@ -34,7 +34,7 @@ POSITIVE = st.floats(0.05, 20.0)
 RENEWALS = st.one_of(
     st.builds(GammaArrivals, POSITIVE, st.floats(0.0, 3.0)),
     st.builds(EvenArrivals, POSITIVE, first_s=st.one_of(st.none(), st.floats(0.0, 5.0))),
-    st.builds(RampArrivals, st.floats(0.0, 5.0), POSITIVE, POSITIVE, st.sampled_from([0.0, 1.0])),
+    st.builds(RampArrivals, st.floats(0.0, 5.0), POSITIVE, POSITIVE),
     st.builds(GivenArrivals, st.lists(st.floats(0.0, 50.0), max_size=20).map(sorted)),
 )
 ARRIVALS = st.recursive(

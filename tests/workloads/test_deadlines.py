@@ -50,9 +50,8 @@ def test_a_stream_does_not_depend_on_the_others():
 
 
 def test_streams_and_fleets_are_plain_values():
-    stream, site = Stream("m", "batch-1", 5.0), qlm(2, TWO)
+    stream = Stream("m", "batch-1", 5.0)
     assert Stream.from_json({**asdict(stream), "until_s": None}) == stream
-    assert Site.from_json(asdict(site)) == site
     with pytest.raises(ValueError, match="unknown GPU"):
         Fleet(TWO, gpus=("abacus",))
     with pytest.raises(ValueError, match="unknown shape"):
@@ -60,7 +59,7 @@ def test_streams_and_fleets_are_plain_values():
     with pytest.raises(ValueError, match="models and GPUs"):
         Fleet({})
     with pytest.raises(ValueError, match="loads models for one router"):
-        replace(site, ingress=(1.0, 1.0))
+        replace(qlm(2, TWO), ingress=(1.0, 1.0))
 
 
 def test_weights_come_from_disk_once_and_then_from_the_hosts_memory():

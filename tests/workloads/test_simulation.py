@@ -45,8 +45,8 @@ def traffic(rate_per_s: float = 4.0, seed: str = "0", workload: str = "tot-s1") 
     )
 
 
-def one_call(prompt_tokens: int, output_tokens: int, *, answered: int | None = None) -> Program:
-    yield Call(CODEC.cut("x" * prompt_tokens, prompt_tokens), output_tokens, output_tokens=answered)
+def one_call(prompt_tokens: int, output_tokens: int) -> Program:
+    yield Call(CODEC.cut("x" * prompt_tokens, prompt_tokens), output_tokens)
 
 
 def asking(name: str, program: Any, *, first_s: float = 0.0) -> Client:

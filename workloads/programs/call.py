@@ -37,8 +37,6 @@ class Call:
     prompt: Prompt
     max_output_tokens: int
     stage: str = ""
-    output_tokens: int | None = None
-    """Length of the answer, where a modelled engine makes it up. None: as long as it may be."""
     last: bool = False
     """Its answer is the one that the user sees."""
     system_tokens: int = 0
@@ -50,11 +48,6 @@ class Call:
     def __post_init__(self) -> None:
         if self.max_output_tokens < 1:
             raise ValueError(f"a call needs at least 1 output token, not {self.max_output_tokens}")
-        if self.output_tokens is not None and not 1 <= self.output_tokens <= self.max_output_tokens:
-            raise ValueError(
-                f"an answer has from 1 to {self.max_output_tokens} tokens, as the call allows, "
-                f"not {self.output_tokens}"
-            )
         if not 0 <= self.after_s < float("inf"):
             raise ValueError(f"a call is made after 0 s or more, not {self.after_s!r}")
         if not self.prompt:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from rich.console import Console
 
@@ -129,8 +129,6 @@ NOT_OF_THE_CASE = ("json_file", "out", "resume", "jobs")
 class Case:
     """The options of every comparison, which are its case. ValueError, in one line, for what makes no sense."""
 
-    sample_s: ClassVar[float] = 0.5
-
     workloads: str | None = None
     schedulers: Annotated[
         str,
@@ -208,7 +206,7 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        return Plan(self.duration, drain_s=self.drain, drain_for="well-behaved", sample_s=self.sample_s)
+        return Plan(self.duration, drain_s=self.drain, drain_for="well-behaved")
 
     def cell(self, workload: str, scheduler: str, repeat: int) -> Cell:
         return Cell(workload, scheduler, repeat, f"{self.seed}.{repeat}")

@@ -23,6 +23,9 @@ from router.radix import Match
 
 Entry = tuple[tuple[float, int], Request]
 
+LONGEST_TOKENS = 2048
+"""Of an answer, for SHEPHERD."""
+
 
 @dataclass(slots=True)
 class Place:
@@ -171,9 +174,8 @@ class Fcfs(Edf):
 
 
 class Shepherd(_Queueing):
-    def __init__(self, longest_tokens: int = 2048) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._longest = longest_tokens
         self._waiting: dict[str, list[Entry]] = {}
 
     def _take(self, request: Request, now_s: float) -> str | None:
@@ -213,7 +215,7 @@ class Shepherd(_Queueing):
 
         def takes(entry: Entry) -> bool:
             nonlocal tokens
-            size = entry[1].input_tokens + self._longest
+            size = entry[1].input_tokens + LONGEST_TOKENS
             if batch and tokens + size > place.kv_tokens:
                 heappush(heap, entry)
                 return False

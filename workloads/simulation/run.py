@@ -198,14 +198,13 @@ class Simulation:
         call, client = request.call, request.program.client
         if not isinstance(call.prompt, bytes):
             raise ValueError("a modelled engine takes packed tokens: give the programs a PackedCodec")
-        output_tokens = call.max_output_tokens if call.output_tokens is None else call.output_tokens
         asked = SimRequest(
             request.id,
             request.client,
             call.prompt,
-            output_tokens,
             call.max_output_tokens,
-            expected_output_tokens=output_tokens,
+            call.max_output_tokens,
+            expected_output_tokens=call.max_output_tokens,
             app=client.app,
             interaction=str(request.program.index),
             stage=call.stage,
