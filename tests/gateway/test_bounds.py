@@ -206,7 +206,7 @@ async def test_what_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.cluster(max_prompt_tokens=10_000)
 async def test_without_a_known_context_the_replica_judges(c: Cluster) -> None:
-    await c.gateway.replicas._contexts._ask(("r0", c.replicas[0].url))
+    await eventually(lambda: c.gateway.replicas._contexts._answers, "the replica was asked for its models")
     assert c.gateway.replicas.context_tokens(MODEL) is None
     assert (await c.post("/v1/completions", {"prompt": "x" * 9000}))[0] == 200
     status, _, answer = await c.post("/v1/completions", {"prompt": ["x" * 21_000] * 2})
