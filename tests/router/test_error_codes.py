@@ -10,7 +10,7 @@ from sglang_fair.core.throttle import APP, USER
 ROOT = Path(__file__).parents[2]
 DECIDED_ELSEWHERE = {APP, USER, BAD_LIMITS, NO_THROTTLE, ENDED, KNOWN, QUARANTINED}
 """Codes that are constants of those who decide on them; the gateway passes them on."""
-CODE = re.compile(r'code(?:=|": )"(\w+)"|_refused\(\s*"[^"]*",\s*"(\w+)"')
+CODE = re.compile(r'code(?:=|": )"(\w+)"|_refused\(\s*"[^"]*",\s*"(\w+)"|_missing\("(\w+)"')
 
 
 def test_the_page_has_the_codes_of_the_sources() -> None:

@@ -166,7 +166,7 @@ class Batches:
             newest_first=newest_first,
         )  # fmt: skip
         if found is None:
-            raise _missing("file", query.after)
+            raise _missing("file_not_found", query.after)
         return FileList([_shown(one) for one in found[:limit]], *_ends(found, limit))
 
     @Operation("GET", "/v1/files/{id}", "A file.", FileObject, ERRORS, where=FileId)
@@ -177,7 +177,7 @@ class Batches:
     async def remove(self, request: Request) -> FileDeleted:
         client, name = self._client(request), request.path_params["id"]
         if not await self._run(self.store.remove_file, client, name):
-            raise _missing("file", name)
+            raise _missing("file_not_found", name)
         await self._run(self.blobs.remove, name)
         return FileDeleted(name)
 
@@ -193,7 +193,7 @@ class Batches:
     async def _file(self, client: str, name: str) -> StoredFile:
         file = await self._run(self.store.file, client, name)
         if file is None:
-            raise _missing("file", name)
+            raise _missing("file_not_found", name)
         return file
 
     async def _uploaded(self, file: StoredFile) -> AsyncIterator[bytes]:
@@ -220,7 +220,7 @@ class Batches:
             raise ApiError(400, f"not a batch: {error}", code="invalid_batch") from error
         file = await self._file(client, asked.input_file_id)
         if file.purpose != "batch":
-            raise _missing("file", file.id)
+            raise _missing("file_not_found", file.id)
         are_open = await self._run(store.open_batches)
         if sum(one.client == client for one in are_open) >= MOST_OPEN_BATCHES:
             raise overloaded(f"{MOST_OPEN_BATCHES} batches of this client are not over yet")
@@ -245,7 +245,7 @@ class Batches:
         client, query = self._client(request), BATCHES.asked(request, BatchesQuery)
         found = await self._run(self.store.batches, client, after=query.after, limit=query.limit + 1)
         if found is None:
-            raise _missing("batch", query.after)
+            raise _missing("batch_not_found", query.after)
         return BatchList([_of(one) for one in found[: query.limit]], *_ends(found, query.limit))
 
     @Operation("GET", "/v1/batches/{id}", "A batch.", BatchObject, ERRORS, where=BatchId)
@@ -253,7 +253,7 @@ class Batches:
         client, name = self._client(request), request.path_params["id"]
         found = await self._run(self.store.batch, client, name)
         if found is None:
-            raise _missing("batch", name)
+            raise _missing("batch_not_found", name)
         return _of(found)
 
     @Operation(
@@ -264,7 +264,7 @@ class Batches:
         client, name = self._client(request), request.path_params["id"]
         found = await self._run(self.store.cancel, client, name, int(time.time()))
         if found is None:
-            raise _missing("batch", name)
+            raise _missing("batch_not_found", name)
         if found.is_over and found.status != "cancelled":
             raise ApiError(409, f"the batch is {found.status} already", code="batch_is_over")
         return _of(found)
@@ -299,5 +299,5 @@ def _ends(found: Sequence[StoredFile | StoredBatch], limit: int) -> tuple[str | 
     return (page[0].id, page[-1].id, len(found) > limit) if page else (None, None, False)
 
 
-def _missing(what: str, name: str | None) -> ApiError:
-    return ApiError(404, f"there is no {what} {(name or '')[:100]!r}", code=f"{what}_not_found")
+def _missing(code: str, name: str | None) -> ApiError:
+    return ApiError(404, f"there is no {code.partition('_')[0]} {(name or '')[:100]!r}", code=code)
