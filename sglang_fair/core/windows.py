@@ -4,7 +4,7 @@ A request at t counts in every 60 s that contain t, so none of these has more th
 60 s after the oldest that counts. Memory is O(requests that count).
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from itertools import islice
 from math import inf
@@ -22,7 +22,7 @@ class Sliding(Generic[Key]):
     def __init__(self, most: float = inf) -> None:
         self._most = most
         self._now_s = 0.0
-        self._times_s: OrderedDict[Key, deque[float]] = OrderedDict()
+        self._times_s: OrderedDict[Key, list[float]] = OrderedDict()
         """In order of each key's last request, so that those without one in the last minute come first."""
         self._due_s = inf
         """No key is to be forgotten before."""
@@ -41,14 +41,13 @@ class Sliding(Generic[Key]):
         for key in keys:
             times_s = self._times_s.get(key)
             if times_s is None:
-                self._times_s[key] = deque((now_s,))
+                self._times_s[key] = [now_s]
                 self._due_s = min(self._due_s, now_s + MINUTE_S)
                 if len(self._times_s) > self._most:
                     self._times_s.popitem(last=False)
             else:
                 times_s.append(now_s)
-                while times_s[0] + MINUTE_S <= now_s:
-                    times_s.popleft()
+                self._prune(times_s)
                 self._times_s.move_to_end(key)
 
     def opens_s(self, key: Key, limit: int) -> float:
@@ -75,6 +74,7 @@ class Sliding(Generic[Key]):
         """The same, of the `most` keys with the latest requests."""
         return {key: self.count_of(key) for key in islice(reversed(self._times_s), most)}
 
-    def _prune(self, times_s: deque[float]) -> None:
-        while times_s and times_s[0] + MINUTE_S <= self._now_s:
-            times_s.popleft()
+    def _prune(self, times_s: list[float]) -> None:
+        if times_s and times_s[0] + MINUTE_S <= self._now_s:
+            left = (at for at, time_s in enumerate(times_s) if time_s + MINUTE_S > self._now_s)
+            del times_s[: next(left, len(times_s))]
