@@ -139,6 +139,8 @@ class Process:
     """For a replica: the GPUs that it uses alone."""
     ports: ReplicaPorts | None = None
     """Those that it listens at."""
+    lists: int = 0
+    """Replicas in a list of its own: it is not ready before the router has read it."""
     says_why: bool = False
     """Whether its last line says, by itself, why it ended."""
 
@@ -209,7 +211,7 @@ def build(
     if fleet:
         one = _process(options, machine, "fleet", {}, str(fleet.settings))
         start_s = options.ray_wait_s + ready_timeout_s(options, device, machine) + one.stop_grace_s
-        found.append(replace(one, ready_timeout_s=start_s, says_why=True))
+        found.append(replace(one, ready_timeout_s=start_s, says_why=True, lists=len(each)))
     settings = _router_settings(options, router) | {"replicas_file": fleet and str(fleet.listed)}
     workers = tuple(one.worker for one in replicas if one.worker is not None)
     found.append(with_workers(_process(options, machine, "router", settings), workers))

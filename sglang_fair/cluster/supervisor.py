@@ -9,10 +9,11 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from router.client import RouterClient
-from router.events import WorkerDown
+from router.client import RouterClient, RouterGone
+from router.events import Query, Snapshot, WorkerDown
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.console import ConsoleReporter
 from sglang_fair.cluster.plan import (
@@ -226,7 +227,7 @@ class Supervisor:
     async def _until_ready(self, child: Child) -> None:
         """Waits until `child` is ready. Raises `StartFailed` when it dies first, or takes too long."""
         name, limit_s = child.spec.name, child.spec.ready_timeout_s
-        ready = asyncio.create_task(becomes_ready(child))
+        ready = asyncio.create_task(self._becomes_ready(child))
         exited = asyncio.create_task(child.exited())
         try:
             await asyncio.wait([ready, exited], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -244,6 +245,19 @@ class Supervisor:
             await asyncio.wait([ready, exited])
         child.ready_s = time.monotonic()
         self.reporter.is_ready(name, child.ready_s - child.started_s)
+
+    async def _becomes_ready(self, child: Child) -> None:
+        await becomes_ready(child)
+        while child.spec.lists and await self._known() < child.spec.lists:
+            await asyncio.sleep(POLL_S)
+
+    async def _known(self) -> int:
+        """How many replicas the router knows; 0: it does not say."""
+        workers: object = None
+        with suppress(RouterGone):
+            if self.link is not None:
+                workers = (await self.link.ask(Query(""), (Snapshot,), LOCAL_CHECK_S)).state["workers"]
+        return len(workers) if isinstance(workers, dict) else 0
 
     async def _keep(self, child: Child) -> None:
         """Restarts the process whenever it ends. Returns when it is given up."""

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.events import WorkerDown, WorkerUp
+from router.events import Query, Snapshot, WorkerDown, WorkerUp
 from sglang_fair.cluster.child import Child, session_members
 from sglang_fair.cluster.console import example as example_request
 from sglang_fair.cluster.gpus import Gpu, Machine
@@ -277,6 +278,12 @@ class Told:
 
     def __init__(self) -> None:
         self.news: list[str] = []
+        self.known = 0
+
+    async def ask(self, question: Query, kinds: object, timeout_s: float) -> Snapshot:
+        """Each time it knows one replica more."""
+        self.known += 1
+        return Snapshot(question.id, {"workers": dict.fromkeys(range(self.known))})
 
     def tell(self, event: WorkerUp | WorkerDown) -> None:
         self.news.append(f"{event.worker} {'up' if isinstance(event, WorkerUp) else 'down'}")
@@ -377,6 +384,14 @@ class TestSupervisor:
         assert sorted(farewells[1:]) == ["r0", "r1", "router"]
         assert not record.deaths
         assert not record.said
+
+    def test_no_gateway_before_the_router_has_read_the_list_of_a_fleet(self) -> None:
+        link = Told()
+        fleet = replace(program("fleet", SERVES, "fleet"), lists=3)
+        outcome, record = supervise(cluster(fleet), lambda supervisor, _: supervisor.stop(), link=link)
+        assert outcome is True
+        assert link.known == 3
+        assert record.ready.index("fleet") < record.ready.index("gateway")
 
     def test_the_stubborn_are_killed_with_their_children(self) -> None:
         outcome, record = supervise(cluster(program("r0", IS_STUBBORN, grace_s=0.2)))

@@ -87,6 +87,7 @@ def test_with_a_fleet_replicas_are_not_in_the_plan_and_the_router_follows_its_li
     assert "--worker" not in router.argv
     (fleet,) = found.of("fleet")
     assert fleet.argv[-1] == str(FILES.settings)
+    assert fleet.lists == ON_RAY.replicas
     assert "fleet" in plan.VITAL, "without it a cluster does not go on"
     on_cpu = build(replace(ON_RAY, device="cpu"), "cpu", MACHINE, MODEL, Ports(8000, 30_100, ()), fleet=FILES)
     assert not on_cpu.of("fork-server"), "what is forked here helps nobody there"
