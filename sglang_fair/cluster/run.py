@@ -236,7 +236,7 @@ async def _supervise(
     with contextlib.closing(link), contextlib.closing(reporter):
         # A replica has its GPUs as long as it lives, even if we are killed before it.
         supervisor = Supervisor(
-            plan, reporter, link=link,
+            plan, reporter, link=link, known=partial(router_state, plan.router, "workers", keys=keys),
             inherited=lambda spec: gpu_marks.descriptors(gpu.uuid for gpu in spec.gpus),
         )  # fmt: skip
 

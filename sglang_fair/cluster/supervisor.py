@@ -8,12 +8,11 @@ supervisor knows processes and nothing of SGLang.
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.client import RouterClient, RouterGone
-from router.events import Query, Snapshot, WorkerDown
+from router.client import RouterClient
+from router.events import WorkerDown
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.console import ConsoleReporter
 from sglang_fair.cluster.plan import (
@@ -48,6 +47,10 @@ class StartFailed(RuntimeError):
     """A process did not become ready; the text says which and why."""
 
 
+async def nothing() -> None:
+    """What there is to know without a router."""
+
+
 @dataclass
 class Supervisor:
     """One run of a plan, which may change while it runs. `stop` ends it gracefully; a second `stop` kills."""
@@ -57,6 +60,8 @@ class Supervisor:
     rule: RestartRule = RestartRule()
     link: RouterClient | None = None
     """Reports replicas that die and return to the router."""
+    known: Callable[[], Awaitable[Collection[str] | None]] = nothing
+    """The names of the replicas that the router knows; None: it does not say."""
     inherited: Callable[[Process], Sequence[int]] = lambda spec: ()
     """Which of our open files a process gets."""
     was_up: bool = False
@@ -248,16 +253,8 @@ class Supervisor:
 
     async def _becomes_ready(self, child: Child) -> None:
         await becomes_ready(child)
-        while child.spec.lists and await self._known() < child.spec.lists:
+        while child.spec.lists and len(await self.known() or ()) < child.spec.lists:
             await asyncio.sleep(POLL_S)
-
-    async def _known(self) -> int:
-        """How many replicas the router knows; 0: it does not say."""
-        workers: object = None
-        with suppress(RouterGone):
-            if self.link is not None:
-                workers = (await self.link.ask(Query(""), (Snapshot,), LOCAL_CHECK_S)).state["workers"]
-        return len(workers) if isinstance(workers, dict) else 0
 
     async def _keep(self, child: Child) -> None:
         """Restarts the process whenever it ends. Returns when it is given up."""

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.events import Query, Snapshot, WorkerDown, WorkerUp
+from router.events import WorkerDown, WorkerUp
 from sglang_fair.cluster.child import Child, session_members
 from sglang_fair.cluster.console import example as example_request
 from sglang_fair.cluster.gpus import Gpu, Machine
@@ -278,12 +278,12 @@ class Told:
 
     def __init__(self) -> None:
         self.news: list[str] = []
-        self.known = 0
+        self.replicas: list[str] = []
 
-    async def ask(self, question: Query, kinds: object, timeout_s: float) -> Snapshot:
-        """Each time it knows one replica more."""
-        self.known += 1
-        return Snapshot(question.id, {"workers": dict.fromkeys(range(self.known))})
+    async def known(self) -> list[str]:
+        """Each time one replica more."""
+        self.replicas.append(f"r{len(self.replicas)}")
+        return self.replicas
 
     def tell(self, event: WorkerUp | WorkerDown) -> None:
         self.news.append(f"{event.worker} {'up' if isinstance(event, WorkerUp) else 'down'}")
@@ -345,6 +345,8 @@ def supervise(
     async def run() -> tuple[bool | StartFailed, Record]:
         record, beside = Record(), []
         supervisor = Supervisor(plan, record, rule=rule or RestartRule(first_delay_s=0.01), link=link)
+        if link is not None:
+            supervisor.known = link.known
 
         def up() -> None:
             made = when_up(supervisor, record) if when_up else supervisor.stop()
@@ -390,7 +392,7 @@ class TestSupervisor:
         fleet = replace(program("fleet", SERVES, "fleet"), lists=3)
         outcome, record = supervise(cluster(fleet), lambda supervisor, _: supervisor.stop(), link=link)
         assert outcome is True
-        assert link.known == 3
+        assert len(link.replicas) == 3
         assert record.ready.index("fleet") < record.ready.index("gateway")
 
     def test_the_stubborn_are_killed_with_their_children(self) -> None:
