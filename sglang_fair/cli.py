@@ -82,7 +82,7 @@ PROGRAMS = {
         "Run the papers' experiments in the simulator: tables and figures beside the published ones.",
     ),
     "limits": Program(
-        "workloads.limits",
+        "workloads.served",
         "Print limits for --throttle, from the records of a run: what users need in a busy minute.",
     ),
     "calibrate": Program(

@@ -10,15 +10,19 @@
 Interactions that the run's end cut off count nowhere.
 """
 
+import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from sglang_fair.settings.commands import Argument, Mistake, Option, run
 from workloads.programs import Outcome
-from workloads.records import RequestRecord, Run
+from workloads.records import RequestRecord, Run, read
 from workloads.session import TIMED_OUT
 from workloads.table import Column, Percentile, Requests
 
@@ -146,3 +150,29 @@ def _rank(values: Iterable[int], percent: float) -> int:
     found = Percentile.of([(value, False) for value in values], percent)
     assert found is not None
     return int(found.value_s)
+
+
+# ---- `sglang-fair limits`: limits for the throttle, from what users did in a run without one
+
+NAME = "sglang-fair limits"
+
+
+def main(
+    path: Annotated[
+        Path, Argument(metavar="RECORDS.jsonl", help="A run's records, as --records writes them.")
+    ],
+    percentile: Annotated[
+        float, Option(help="So many of a hundred users stay below the limit in their busiest minute.")
+    ] = 99.0,
+) -> None:
+    """Print a file for --limits: what all but a few users need in their busiest minute."""
+    try:
+        print(json.dumps(limits_of(read(path), percentile), indent=2))
+    except OSError as error:
+        raise Mistake(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise Mistake(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, NAME))

@@ -10,8 +10,7 @@ import pytest
 from router.placement.contract import Equipment, Request
 from router.radix import RadixTree
 from sglang_fair.common.deadlines import Promise
-from workloads.deadlines.measures import attained, by, measure, percentile
-from workloads.deadlines.run import Served, simulate
+from workloads.deadlines.run import Served, attained, by, measure, percentile, simulate
 from workloads.deadlines.traffic import LONGEST_TOKENS, OUTPUT_MEAN, PROMPT_MEAN, Asked, Stream, requests
 from workloads.experiments.qlm_setting import ONE_MODEL, other, qlm, rule
 from workloads.simulation import Fleet, Site

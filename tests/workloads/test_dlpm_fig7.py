@@ -4,9 +4,9 @@ import pytest
 
 from workloads.clients import SCENARIOS, Scale
 from workloads.experiments.dlpm_setting import KINDS, imbalance
+from workloads.experiments.dlpm_table2 import statistics
 from workloads.programs import PackedCodec
 from workloads.records import Manifest, RequestRecord, Run
-from workloads.statistics import statistics
 
 
 @pytest.mark.parametrize("name", KINDS)

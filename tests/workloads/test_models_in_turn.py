@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from router.events import Agent, Event, Exchange
-from workloads.deadlines.measures import attained
-from workloads.deadlines.run import Outcome, simulate
+from workloads.deadlines.run import Outcome, attained, simulate
 from workloads.deadlines.traffic import Stream, requests
 from workloads.experiments.qlm_setting import qlm, rule
 from workloads.simulation.cluster import Agents, Cluster

@@ -6,6 +6,7 @@ import pytest
 
 from workloads.arrivals import EvenArrivals
 from workloads.clients import SCENARIOS, Scale, chat_client, fixed_length_client
+from workloads.experiments.dlpm_table2 import statistics
 from workloads.load import read_questions
 from workloads.programs import (
     Call,
@@ -25,7 +26,6 @@ from workloads.programs import (
     Turn,
 )
 from workloads.programs.prose import Articles, Given, Passages, WordProblems, draw, seeded
-from workloads.statistics import statistics
 
 BYTES = TokenCodec(lambda text: list(text.encode()))
 WORDS = TokenCodec(lambda text: [len(word) for word in text.split()])

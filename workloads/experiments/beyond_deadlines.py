@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from router.workers import ExpectedOutputs
-from workloads.deadlines.measures import attained, by, measure, percentile
-from workloads.deadlines.run import Outcome, Served
+from workloads.deadlines.run import Outcome, Served, attained, by, measure, percentile
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.claims import Part, at_least, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, medians

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from sglang_fair.bench.queue import measure as measure_calls
 from sglang_fair.bench.queue import measure_plan
-from workloads.deadlines.measures import attained, measure, percentile
-from workloads.deadlines.run import Outcome
+from workloads.deadlines.run import Outcome, attained, measure, percentile
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.claims import Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Measured, Result, Row, TrafficSpec, medians

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from workloads.deadlines.measures import measure
-from workloads.deadlines.run import Outcome, simulate
+from workloads.deadlines.run import Outcome, measure, simulate
 from workloads.deadlines.traffic import Stream, requests
 from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Row, TrafficSpec
 from workloads.session import Plan
