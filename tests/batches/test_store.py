@@ -213,14 +213,6 @@ def test_an_item_has_the_first_result_that_it_gets(store: Store) -> None:
     assert lines_of(store, GOLD, found.output_file_id) == [1, 2]
 
 
-def test_nothing_is_run_before_all_is_accepted(store: Store) -> None:
-    claimed(store, "b", GOLD, item(1))
-    assert kept(store).left == {"tiny": 1}
-    assert store.settle("b", "f", (), NOW_S)
-    assert not store.settle("b", "f", (), NOW_S)
-    assert not store.accept("b", "f", [item(2)])
-
-
 def test_what_is_wrong_with_a_batch_leaves_no_items(store: Store) -> None:
     claimed(store, "b", GOLD, item(1))
     issues = (BatchIssue("invalid_json_line", "no JSON", 2), BatchIssue("empty_file", "nothing"))

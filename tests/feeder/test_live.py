@@ -11,13 +11,10 @@ import openai
 import pytest
 from openai.types import Batch
 
-from router.suspects import ENDED, KNOWN, MOST_CONVICTIONS, QUARANTINED
-from sglang_fair.tenants import edit, keys
-from sglang_fair.tenants.model import Limits, Tenant
 from tests.support.budget import is_night
 from tests.support.postgres import Postgres, why_none
 from tests.support.site import Process, Site
-from tests.support.stand_in import MODEL, POISON, make_tokenizer
+from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -165,26 +162,6 @@ def test_a_batch_is_answered_as_its_requests_are(tokenizer: Path, tmp_path: Path
     run(body, tokenizer, tmp_path)
 
 
-def test_a_batch_is_cancelled(tokenizer: Path, tmp_path: Path) -> None:
-    async def body(site: Batches) -> None:
-        client = site.client("gold")
-        name = await created(client, jsonl([line(str(index), "x", max_tokens=200) for index in range(300)]))
-
-        async def runs() -> bool:
-            return (await client.batches.retrieve(name)).status == "in_progress"
-
-        await eventually(runs, "the batch runs")
-        await client.batches.cancel(name)
-        found = await site.over(client, name)
-        assert found.status == "cancelled"
-        lost = await results(client, found.error_file_id)
-        done = await results(client, found.output_file_id)
-        assert len({one["custom_id"] for one in lost + done}) == 300
-        await site.quiet()
-
-    run(body, tokenizer, tmp_path, step_s=0.02)
-
-
 @pytest.mark.parametrize("seed", range(5 if is_night() else 1))
 def test_each_item_has_one_result_whatever_dies(tokenizer: Path, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -234,98 +211,3 @@ def test_two_feeders_over_postgresql_lose_nothing(tokenizer: Path, tmp_path: Pat
     with Postgres() as server:
         kept = ("--batches", server.url, "--batch-files", str(tmp_path / "files"))
         run(body, tokenizer, tmp_path, *kept, feeders=2, step_s=0.01)
-
-
-async def restarted(site: Batches, deaths: list[str]) -> None:
-    """Starts replicas again that have ended."""
-    while True:
-        for name, replica in site.replicas.items():
-            if replica.exit_code() is not None:
-                deaths.append(name)
-                replica.start()
-        await asyncio.sleep(0.05)
-
-
-async def ask(site: Batches, client: str, prompt: str) -> tuple[int, str]:
-    """Status and code. Again if no replica was there at all, as the official clients do."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
-    url = f"{site.gateway_urls[0]}/v1/completions"
-    while True:
-        async with site.http.post(url, json=body, headers={"x-fair-client": client}) as answer:
-            found = (await answer.json()).get("error", {}).get("code", "")
-        if found not in ("no_replica", "refused"):
-            return answer.status, found
-        await asyncio.sleep(0.5)
-
-
-def test_what_ends_replicas_is_tried_at_two_and_all_else_is_served(tokenizer: Path, tmp_path: Path) -> None:
-    """Nine requests of one client, each of which ends any replica, among those of a polite client."""
-    killers, polite = 9, 40
-
-    async def body(site: Batches) -> None:
-        await site.ready()
-        for client in ("polite", "odd"):
-            assert (await ask(site, client, "p"))[0] == 200
-        deaths: list[str] = []
-        restarting = asyncio.create_task(restarted(site, deaths))
-        asked = [ask(site, "odd", f"{POISON} {number}") for number in range(killers)]
-        for number in range(polite):
-            asked.insert(2 * number, ask(site, "polite", f"p {number}"))
-        found = await asyncio.gather(*asked)
-        odd = [code for _, code in found if code]
-        assert [status for status, _ in found].count(200) == polite, (found, deaths)
-        assert len(odd) == killers
-        assert set(odd) <= {ENDED, KNOWN, QUARANTINED}
-        assert len(deaths) <= killers + MOST_CONVICTIONS
-        state = (await site.state())["suspects"]
-        assert [*state["quarantine"]] == ["odd"]
-        restarting.cancel()
-
-    run(body, tokenizer, tmp_path, replicas=3, router_options=("--quarantine", "20"))
-
-
-def test_sixty_lines_that_end_replicas_are_sixty_errors(tokenizer: Path, tmp_path: Path) -> None:
-    """Whatever becomes of their feeder; with a short quarantine, so that they end the more replicas."""
-    count = 60
-
-    async def body(site: Batches) -> None:
-        await site.ready()
-        assert (await ask(site, "polite", "p"))[0] == 200
-        deaths: list[str] = []
-        restarting = asyncio.create_task(restarted(site, deaths))
-        client = site.client("lines")
-        name = await created(client, jsonl([line(f"id {n}", f"{POISON} {n}") for n in range(count)]))
-        for _ in range(2):
-            await asyncio.sleep(2.0)
-            site.feeders[0].kill()
-            site.feeders[0].start()
-        over = await site.over(client, name, 400.0)
-        assert over.request_counts is not None
-        assert (over.status, over.request_counts.failed) == ("completed", count)
-        errors = await results(client, over.error_file_id)
-        assert [one["custom_id"] for one in errors] == [f"id {n}" for n in range(count)]
-        assert len(deaths) <= 2 * count
-        assert (await ask(site, "polite", "p"))[0] == 200
-        restarting.cancel()
-
-    run(body, tokenizer, tmp_path, replicas=3, router_options=("--quarantine", "1"))
-
-
-def test_a_tenants_limits_hold_and_nothing_fails_by_them(tokenizer: Path, tmp_path: Path) -> None:
-    tenants = tmp_path / "tenants.yaml"
-    limits = Limits(concurrency=2)
-    edit.add(tenants, "gold", Tenant(keys=[keys.written(keys.digest("key of gold"))], limits=limits))
-    edit.add(tenants, "silver", Tenant(keys=[keys.written(keys.digest("key of silver"))]))
-
-    async def body(site: Batches) -> None:
-        gold, silver = site.client("key of gold"), site.client("key of silver")
-        lines = jsonl([line(str(index), f"p {index}") for index in range(12)])
-        names = [await created(one, lines) for one in (gold, silver)]
-        for client, name in zip((gold, silver), names, strict=True):
-            found = await site.over(client, name)
-            assert (found.status, found.error_file_id) == ("completed", None), found
-            assert len(await results(client, found.output_file_id)) == 12
-        with pytest.raises(openai.NotFoundError):
-            await silver.batches.retrieve(names[0])
-
-    run(body, tokenizer, tmp_path, step_s=0.01, tenants=tenants, admin_key="the admin's key")

@@ -249,7 +249,7 @@ class Cluster:
         self, kind: str, prompt: str, tokens: int, seen: Seen, *, client: str = "c", **more: Any
     ) -> Seen:
         """A greedy stream; what has come so far is in `seen`."""
-        path, body = request(kind, prompt, tokens, 0)
+        path, body = request(kind, prompt, tokens)
         return await read_stream(self.http, self.url + path, body | more, seen, client)
 
     async def get(self, path: str, **options: Any) -> tuple[int, Any]:
@@ -397,7 +397,7 @@ async def stand_ins(
 
 def text_of(tokenizer: Path, kind: str, prompt: str, tokens: int, salt: int = 0) -> str:
     """What an undisturbed stand-in answers."""
-    *_, last = Engine(tokenizer, salt).steps(kind, request(kind, prompt, tokens, 0)[1])
+    *_, last = Engine(tokenizer, salt).steps(kind, request(kind, prompt, tokens)[1])
     return last.text
 
 

@@ -14,7 +14,7 @@ from router.gateway.request.parse import LARGE_BODY_BYTES, parse
 from router.gateway.serving import LARGE_BYTES
 from router.shared_limit import address_share
 from sglang_fair.common.identity import bounded
-from tests.gateway.clusters import CHAT, COMPLETION, DEADLINE_S, Cluster, FakeReplica
+from tests.gateway.clusters import CHAT, COMPLETION, DEADLINE_S, Cluster
 from tests.support.stand_in import MODEL
 from tests.support.waiting import eventually
 
@@ -212,18 +212,6 @@ async def test_without_a_known_context_the_replica_judges(c: Cluster) -> None:
     status, _, answer = await c.post("/v1/completions", {"prompt": ["x" * 21_000] * 2})
     assert (status, json.loads(answer)["error"]["code"]) == (400, "prompt_too_large")
     await c.ended(ok=1)
-
-
-@pytest.mark.cluster(context_tokens=100)
-async def test_the_longest_context_counts_also_of_replicas_that_come_later(c: Cluster) -> None:
-    await knows_context(c, 100)
-    other = FakeReplica(context_tokens=200)
-    await other.start()
-    assert (await c.post("/workers", {"url": other.url, "name": "other"}))[0] == 201
-    await knows_context(c, 200)
-    async with c.http.delete(c.url + "/workers/other"):
-        await knows_context(c, 100)
-    await other.close()
 
 
 @pytest.mark.cluster(max_context_tokens=50)

@@ -17,7 +17,6 @@ from tests.gateway.clusters import (
     COMPLETION,
     GENERATE,
     Cluster,
-    RouterThread,
     add_tenant,
     cluster,
     gateway_settings,
@@ -90,41 +89,6 @@ async def test_a_throttled_client_is_told_why_and_when_to_come_back(c: Cluster) 
     for bad in ({"user": 0}, {"low": 0.9, "high": 0.5}, {"users": 3}, [], {"apps": {"chat": "many"}}):
         assert (await c.post("/limits", bad))[0] == 400
     assert (await c.get("/limits"))[1]["throttle"]["rules"]["user"] == 5
-
-
-@pytest.mark.cluster(router=partial(oit, 1), router_timeout_s=2.0)
-async def test_a_router_that_is_restarted_hears_from_every_gateway_what_is_under_way(
-    tokenizer: Path, c: Cluster
-) -> None:
-    """The third call of an interaction comes through another gateway than the others, and the router between them is
-    another one."""
-    other = create_app(gateway_settings(c.router.endpoint, tokenizer, router_timeout_s=2.0))
-    async with served(other) as url:
-        await eventually(lambda: other.gateway.link.alive, "the other gateway hears the router")
-
-        async def ask() -> None:
-            async with c.http.post(url + "/generate", json=GENERATE, headers=NAMED) as answer:
-                assert answer.status == 200
-
-        await ask()
-        c.router.close()
-        await eventually(lambda: not other.gateway.link.alive, "it misses the router")
-        await ask()
-        assert fair_headers(c)["x-fair-call"] == "2", "numbered without a router"
-        again = RouterThread(c.replicas, endpoint=c.router.endpoint, **oit(1))
-        try:
-
-            async def is_told() -> bool:
-                return (await c.state()).get("throttle", {}).get("open_interactions") == 1
-
-            await eventually(is_told, "the new router knows the interaction")
-            again.shell.tell(Load("r0", 1000, 0, 1000))
-            for number, status in (("new 1", 200), ("new 2", 429), ("7", 200)):
-                asked = NAMED | {"x-fair-interaction": number}
-                assert (await c.post("/generate", GENERATE, headers=asked))[0] == status
-            assert fair_headers(c)["x-fair-call"] == "3"
-        finally:
-            again.close()
 
 
 async def test_a_gateway_remembers_the_number_that_the_router_gave(tokenizer: Path, c: Cluster) -> None:

@@ -128,3 +128,14 @@ def test_a_context_is_read_where_one_is_told(answer: object, tokens: int | None)
     contexts.answered(up, 200, msgspec.json.encode(answer), 5.0)
     contexts.reckon({"r0": up})
     assert (contexts.tokens("m"), contexts.is_due(up, 6.0)) == (tokens, False)
+
+
+def test_the_longest_context_of_the_replicas_that_there_are_counts() -> None:
+    contexts, ups = Contexts(), {name: WorkerUp(name, f"http://{name}") for name in ("r0", "r1")}
+    for name, tokens in (("r0", 100), ("r1", 200)):
+        answer = msgspec.json.encode({"data": [{"id": "m", "max_model_len": tokens}]})
+        contexts.answered(ups[name], 200, answer, 5.0)
+        contexts.reckon(ups)
+        assert contexts.tokens("m") == tokens
+    contexts.reckon({"r0": ups["r0"]})
+    assert contexts.tokens("m") == 100

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections import Counter
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -217,72 +216,6 @@ def test_a_stream_is_whole_wherever_it_is_cut(
     assert len(got["names"]) == 1
     for leg in client.legs[1:]:
         assert len(Engine(tokenizer).prompt(kind, leg)) >= len(prompt)
-
-
-DRAWN = 5
-"""Tokens of an answer of which the distribution is known."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sampled_stream_that_was_cut_is_a_true_sample(tokenizer: Path, kind: str) -> None:
-    """Pairs of neighbours, before, across and behind the cuts, come as often as in streams that nobody cuts.
-
-    Each token depends on the one before it, so a token that was forgotten, came twice or was drawn again shows. The
-    chances are computed. The generator is seeded: this fails or passes for good.
-    """
-    rng = random.Random(11)
-    engine = Engine(tokenizer, rng=rng)
-    body = sampled(kind, "p", DRAWN)
-    pairs: Counter[tuple[int, int, int]] = Counter()
-    number = examples(3000)
-    prompt: list[int] = []
-    for _ in range(number):
-        client = Client(tokenizer, kind, body)
-        prompt = prompt or client.tokens.ids(client.call)
-        role = 1 if kind == "chat" else 0
-        with_losses(client, engine, [role + rng.randint(1, 3), role + rng.randint(1, 3)], Ones(rng))
-        client.resumable._read_all()
-        ids = [prompt[-1], *client.resumable._ids]
-        assert len(ids) == DRAWN + 1
-        pairs.update((at, one, other) for at, (one, other) in enumerate(pairwise(ids)))
-    assert_like(pairs, chances(engine, prompt[-1]), number)
-
-
-def chances(engine: Engine, last: int) -> dict[tuple[int, int, int], float]:
-    """How likely each pair of neighbours is at each place."""
-    found: dict[tuple[int, int, int], float] = {}
-    now = {last: 1.0}
-    for at in range(DRAWN):
-        following: dict[int, float] = {}
-        for one, chance in now.items():
-            if one == engine._first:
-                drawn = {engine._second: 1.0}
-            else:
-                weights = engine.weights(one)
-                drawn = {
-                    word: weight / sum(weights) for word, weight in zip(engine._words, weights, strict=True)
-                }
-            for other, share in drawn.items():
-                found[at, one, other] = chance * share
-                following[other] = following.get(other, 0.0) + chance * share
-        now = following
-    return found
-
-
-def assert_like(
-    pairs: "Counter[tuple[int, int, int]]", expected: dict[tuple[int, int, int], float], number: int
-) -> None:
-    """Pearson's test; what is expected less than five times counts as one."""
-    assert set(pairs) <= set(expected)
-    often = {pair: number * chance for pair, chance in expected.items() if number * chance >= 5}
-    statistic = sum((pairs[pair] - mean) ** 2 / mean for pair, mean in often.items())
-    rest = sum(count for pair, count in pairs.items() if pair not in often)
-    rare = DRAWN * number - sum(often.values())
-    statistic += (rest - rare) ** 2 / rare
-    # A place with m pairs has m - 1 degrees of freedom; neighbouring places share their middle token.
-    freedom = len(often) + 1 - DRAWN
-    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5, (statistic, freedom)
 
 
 def test_what_a_sampler_counts_is_carried_on(tokenizer: Path) -> None:

@@ -102,6 +102,9 @@ async def test_the_spans_of_a_request_are_one_tree(
         assert sent["traceparent"] == f"00-{root.trace}-{attempt.id}-{sent['traceparent'][-2:]}"
         assert int(sent["traceparent"][-2:], 16) & 1
         assert sent.get("tracestate") == headers.get("tracestate")
+        [told] = (await c.get(f"/explain/mine-{number}"))[1]["requests"]
+        assert told["trace_id"] == root.trace
+        assert told["attempts"][0]["worker"] == attempt.attributes["sglang_fair.worker"]
 
 
 @pytest.mark.cluster(replicas=3)

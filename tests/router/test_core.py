@@ -124,16 +124,6 @@ def test_a_worker_without_events_keeps_what_it_served_and_not_what_failed():
     assert made.tree.match(PROMPT).tokens == 64
 
 
-def test_a_failed_dispatch_is_asked_again_elsewhere_and_costs_no_credit():
-    made = router("a", "b")
-    first = ask(made, "1")
-    made.handle(Done("1", outcome="failed"), 0.0)
-    second = ask(made, "1", exclude=(first.worker,))
-    assert {first.worker, second.worker} == {"a", "b"}
-    assert made.state()["deficits"] == {"c": {first.worker: 1000, second.worker: 1000 - 64}}
-    assert tuple(made.tree.match(PROMPT).holders) == (second.worker,)
-
-
 def test_centralized_dlpm_hears_what_is_placed_and_nothing_is_known_by_what_is_given_up():
     placement, admitted = build("centralized_dlpm", slots=1), []
     placement._dlpm.admitted = lambda job, *_: admitted.append(job.id)

@@ -13,15 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core import Router
-from router.events import Arrive, Done, Place, WorkerDown, WorkerUp
+from router.events import Arrive, Done, WorkerDown, WorkerUp
 from router.placement import build
 from router.placement.contract import Ended, Request
 from router.placement.d2lpm_queue import D2lpmQueue
 from router.placement.queues import QUEUE, Queues
 from router.radix import Match
 from sglang_fair.common.weights import Weights
-from sglang_fair.core.dlpm import Dlpm
-from sglang_fair.core.job import Job
 from tests.router.test_placement import View, ids
 from tests.support.budget import examples
 
@@ -230,106 +228,6 @@ def test_nobody_can_stay(quantum, depth, tokens, ends_first, seed):
             request, worker, units = flights.pop(at)
             output = int(request.expected_output_tokens)
             placement.done(Ended(request, worker, match.of(worker), output, "ok"), 0.0)
-
-
-PREFIX = 32
-
-
-@dataclass
-class Behaviour:
-    """What a client sends: `depth` requests at a time, with one prefix of its own or with a new one each."""
-
-    depth: int
-    hot: bool
-
-
-class Cluster:
-    """Workers that run DLPM one request at a time, any number of routers, clients in closed loops. Cached tokens
-    weigh so much that nothing but rules 1 and 2 makes a client leave them."""
-
-    def __init__(
-        self, clients: dict[str, Behaviour], quantum: float, *, routers: int = 1, share: float = 0.5
-    ) -> None:
-        self.clients = clients
-        self.routers = [
-            Router(build("d2lpm-queue", worker_quantum=quantum, delayed=1e6), page_size=4)
-            for _ in range(routers)
-        ]
-        self.policies = {worker: Dlpm(quantum=50.0) for worker in ("w0", "w1")}
-        self.free_s = dict.fromkeys(self.policies, 0.0)
-        self.warm = dict.fromkeys(self.policies, False)
-        self.service = dict.fromkeys(clients, 0.0)
-        self.numbers = itertools.count()
-        self.router_of: dict[str, int] = {}
-        self.random, self.share = Random(0), share
-        for worker in self.policies:
-            self.tell_all(WorkerUp(worker, ""))
-        for client, behaviour in clients.items():
-            for _ in range(behaviour.depth):
-                self.send(client)
-
-    def tell_all(self, event: object) -> None:
-        for router in self.routers:
-            router.handle(event, 0.0)
-
-    def send(self, client: str) -> None:
-        number = next(self.numbers)
-        hot = self.clients[client].hot
-        prefix = [1] * PREFIX if hot else [1000 + number] * PREFIX
-        name = f"{number:08x}"
-        self.router_of[name] = 0 if self.random.random() < self.share else len(self.routers) - 1
-        router = self.routers[self.router_of[name]]
-        ((_, place),) = router.handle(Arrive(name, client, ids(*prefix, *[1000 + number] * 4)), 0.0)
-        assert isinstance(place, Place)
-        job = Job(name, client, PREFIX + 4, arrival=number, prefix_tokens=PREFIX if hot else 0)
-        self.policies[place.worker].arrive(job)
-
-    def serve(self, requests: int) -> float:
-        """How far apart the clients' services are afterwards."""
-        for _ in range(requests):
-            worker = min(self.policies, key=lambda name: (self.free_s[name], name))
-            job = self.policies[worker].pick()
-            if job is None:
-                self.free_s[worker] += 10
-                continue
-            self.policies[worker].leave(job)
-            hit = PREFIX if self.clients[job.client].hot and self.warm[worker] else 0
-            self.warm[worker] = self.warm[worker] or self.clients[job.client].hot
-            units = PREFIX + 4 - hit + 2 * 4
-            self.policies[worker].charge(job.client, units)
-            self.service[job.client] += units
-            self.free_s[worker] += units
-            self.routers[self.router_of.pop(job.id)].handle(Done(job.id, 4), 0.0)
-            self.send(job.client)
-        return max(self.service.values()) - min(self.service.values())
-
-
-BOUND = 2 * 2 * (PREFIX + 4 + 2 * 4 * 60 + 50)
-"""2·|W|·(U + Q^u), with the outputs of all 60 requests owed at once."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", [60, 4])
-def test_a_hot_prefix_does_not_hold_its_client(depth):
-    """With many requests that is rule 1, in a shallow closed loop rule 2. Without them the client gets half of one
-    worker, and falls behind for ever (Theorem A.5)."""
-    clients = {"g": Behaviour(60, False), "h": Behaviour(60, False), "f": Behaviour(depth, True)}
-    gaps = {
-        quantum: [Cluster(clients, quantum).serve(requests) for requests in (2000, 4000)]
-        for quantum in (100.0, 400.0, INF)
-    }
-    for quantum in (100.0, 400.0):
-        assert max(gaps[quantum]) <= BOUND
-    assert gaps[INF][0] > 2 * BOUND
-    assert gaps[INF][1] == pytest.approx(2 * gaps[INF][0], rel=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.5, 0.8])
-def test_two_routers_that_do_not_know_each_other_keep_the_bound(share):
-    clients = {"g": Behaviour(60, False), "h": Behaviour(60, False), "f": Behaviour(60, True)}
-    for requests in (2000, 4000):
-        assert Cluster(clients, 200.0, routers=2, share=share).serve(requests) <= BOUND
 
 
 # ---- what it was made for

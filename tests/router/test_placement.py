@@ -14,18 +14,7 @@ from hypothesis import strategies as st
 
 from router.__main__ import make_router
 from router.core import Router
-from router.events import (
-    Arrive,
-    Done,
-    Held,
-    Place,
-    Progress,
-    Query,
-    Refuse,
-    Snapshot,
-    Stored,
-    WorkerUp,
-)
+from router.events import Arrive, Done, Held, Place, Progress, Query, Refuse, Snapshot, Stored, WorkerUp
 from router.placement import PLACEMENTS, build, parameters, parse_options
 from router.placement.contract import Ended, Request
 from router.placement.d2lpm import D2lpm
@@ -570,15 +559,6 @@ def test_a_placement_s_options_are_read_as_they_are_written():
             parse_options(wrong)
 
 
-def test_client_weights_must_be_a_map_of_numbers(capsys):
-    for wrong in ("gold", "[1]"):
-        with pytest.raises(SystemExit):
-            parse("router", ["--bind", "x", "--client-weights", wrong])
-    assert "client-weights" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="gold"):
-        make_router(parse("router", ["--bind", "x", "--client-weights", '{"gold": -1}']))
-
-
 # -- Preble
 
 FLAT = PrefillCost(base_s=0.0, per_token_s=1e-3, per_context_token_s=0.0, per_pair_s=0.0)
@@ -749,11 +729,3 @@ def test_preble_counts_a_shared_prefix_once_the_tree_branches_there():
     shared = max(placement._window.prefixes.values(), key=lambda prefix: prefix.requests)
     assert (shared.requests, shared.new_tokens, shared.end_tokens) == (3, 100, 100)
     assert shared.cost_s == pytest.approx((1 - 300 / 420) * 3 * 0.1)
-
-
-def test_preble_windows_are_bounded():
-    placement = preble("a", "b", max_window=10)
-    for head in range(100):
-        go(placement, prompt(head), Match(), [View("a"), View("b")])
-    assert len(placement._window) == len(placement._window.prefixes) == 10
-    assert sum(len(load.prefixes) for load in placement._loads.values()) == 10

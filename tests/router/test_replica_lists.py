@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,20 +13,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.__main__ import sources
 from router.core import Router
 from router.events import Agent, Arrive, Done, Follow, Place, WorkerDrain, Workers, WorkerUp
 from router.placement import build
 from router.replica_lists import follow, specs
-from router.replica_lists.follow import Follower, ReplicaFile
+from router.replica_lists.follow import Follower, ReplicaFile, Source
 from router.replica_lists.listing import Listing
 from router.wire import pack_tokens
 from sglang_fair.settings.commands import BAD_INPUT
+from sglang_fair.settings.program import parse
 from tests.router.test_shell import Wire
-from tests.support.names import FakeReplica
-from tests.support.networks import may_unshare
 from tests.support.waiting import eventually
 
 
@@ -181,9 +183,9 @@ def test_what_zmq_connects_to_is_an_address(address: str) -> None:
 class Heard:
     """A router that is told, and whether it is asked for its workers, so that those that are not listed drain."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, source: Source) -> None:
         self.was_asked = False
-        self._follower = Follower(ReplicaFile(path), cast(Any, self), cast(Any, None))
+        self._follower = Follower(source, cast(Any, self), cast(Any, None))
 
     def listing(self) -> Workers:
         self.was_asked = True
@@ -202,7 +204,7 @@ class Heard:
 
 def test_a_file_is_used_when_it_has_settled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "replicas"
-    heard = Heard(path)
+    heard = Heard(ReplicaFile(path))
     with caplog.at_level(logging.WARNING, "router"):
         assert heard.looks(2) == []
         assert len(caplog.records) == 1, "that it is not there is said once"
@@ -230,7 +232,7 @@ def test_a_file_is_used_when_it_has_settled(tmp_path: Path, caplog: pytest.LogCa
 def test_a_file_that_is_half_written_when_a_router_begins_drains_nobody(tmp_path: Path) -> None:
     path = tmp_path / "replicas"
     path.write_text("r0,http=http://r0\n")
-    heard, asked = Heard(path), []
+    heard, asked = Heard(ReplicaFile(path)), []
     for text in ("", "r1,http=http://r1\n", "", ""):
         with path.open("a") as file:
             file.write(text)
@@ -278,12 +280,36 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(body())  # type: ignore[arg-type]
 
 
+class FakeReplica:
+    """Says whether it is ready."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.probes = 0
+
+    async def ready(self, _: web.Request) -> web.Response:
+        self.probes += 1
+        return web.Response(status=self.status)
+
+    async def start(self) -> str:
+        """Its URL."""
+        app = web.Application()
+        app.add_routes([web.get("/ready", self.ready)])
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+
 def test_a_router_follows_a_file_and_loses_no_request(tmp_path: Path, quick: None) -> None:
     path = tmp_path / "replicas"
 
     async def body() -> None:
         replicas = {name: FakeReplica() for name in ("r0", "r1")}
-        urls = {name: await replica.start("127.0.0.1", 0) for name, replica in replicas.items()}
+        urls = {name: await replica.start() for name, replica in replicas.items()}
 
         def write(*names: str) -> None:
             path.with_suffix(".new").write_text("".join(f"{name},http={urls[name]}\n" for name in names))
@@ -334,11 +360,31 @@ def test_a_router_follows_a_file_and_loses_no_request(tmp_path: Path, quick: Non
 # -- a name
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_router_follows_a_name_at_a_local_name_server() -> None:
-    if not may_unshare():
-        pytest.skip("this process may not make a network of its own (unshare -rmn)")
-    command = ["unshare", "-rmn", sys.executable, "-m", "tests.support.names"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=800)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-3000:]
+def test_a_name_is_followed_by_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] | None = None
+    """None: the name server does not answer."""
+
+    async def getaddrinfo(_: object, host: str, port: int, **kind: object) -> list[tuple[Any, ...]]:
+        assert (host, port) == ("r.svc", 8000)
+        if not found:
+            raise socket.gaierror(
+                socket.EAI_NONAME if found is not None else socket.EAI_AGAIN, "no addresses"
+            )
+        return [(None, None, None, "", (address, port)) for address in found]
+
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    settings = ["--bind", "tcp://x", "--replicas-dns", "r.svc:8000,kv=9000", "--replicas-every", "0.5"]
+    [name] = sources(parse("router", settings))
+    assert name.every_s == 0.5
+    heard = Heard(name)
+    assert heard.looks(2) == []
+    found = []
+    assert heard.looks(2) == [], "a name without addresses is nobody"
+    found = ["127.0.0.2", "::1"]
+    assert heard.looks() == [], "it may be half told"
+    assert heard.looks() == ["127.0.0.2:8000", "::1:8000"], "both kinds of addresses are replicas"
+    for broken in (None, []):
+        found = broken
+        assert heard.looks(3) == ["127.0.0.2:8000", "::1:8000"], "a name server that fails takes nobody away"
+    found = ["127.0.0.3"]
+    assert heard.looks(2) == ["127.0.0.3:8000"]

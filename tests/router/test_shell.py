@@ -20,16 +20,13 @@ from router.core import Router
 from router.events import (
     Arrive,
     Cleared,
-    Difference,
     Done,
     Follow,
     Place,
     Query,
     Refuse,
-    Running,
     Snapshot,
     Stored,
-    Table,
     WorkerDown,
     WorkerDrain,
     WorkerHealth,
@@ -335,22 +332,6 @@ def test_a_replay_socket_connected_to_itself_is_opened_anew() -> None:
             echo.close(0)
 
 
-def test_a_restart_is_seen_in_the_numbers() -> None:
-    with wire() as w:
-        replica = w.new_replica()
-        w.peer.tell(up("r0", replica))
-        replica.subscribed()
-        for first in (10, 100, 1000):
-            replica.publish(stored_prompt(first))
-        wait_until(lambda: w.peer.kv()["expected"] == 3, "three batches")
-        replica.restart()
-        replica.publish(stored_prompt(5000), live=False)
-        replica.publish(stored_prompt(6000))
-        wait_until(lambda: w.peer.kv()["expected"] == 2, "both batches of the new process")
-        assert w.peer.kv()["restarts"] == 1
-        assert [w.peer.matched(prompt(first))[1] for first in (10, 5000, 6000)] == [0, 3 * PAGE, 3 * PAGE]
-
-
 def test_a_worker_that_goes_and_comes_back_starts_empty() -> None:
     with wire() as w:
         replica = w.new_replica()
@@ -493,31 +474,6 @@ def test_a_worker_is_sick_while_any_gateway_says_so() -> None:
         w.runs(1.0)
         wait_until(lambda: state() == "up", "the second gateway is gone, and with it what it said")
         wait_until(lambda: w.peer.matched(prompt(10))[1] == 3 * PAGE, "the replay has brought its cache back")
-
-
-def test_tables_are_compared_and_what_is_missing_is_taken_over() -> None:
-    with wire() as w:
-        w.peer.tell(up("r0"))
-        tokens = pack_tokens(prompt(10))
-        for name in ("a", "b"):
-            assert isinstance(w.peer.ask(Arrive(name, "c", tokens)), Place)
-        # A question that is asked again is answered again, and counts once.
-        assert w.peer.ask(Arrive("a", "c", tokens)) == Place("a", "r0", "http://127.0.0.1:1/r0", 0)
-        assert w.peer.state()["in_flight"] == 2
-        assert w.peer.ask(Table("t", ("b", "x"))) == Difference("t", ("x",), ("a",))
-        w.peer.tell(Done("a"))
-        for _ in range(2):
-            w.peer.tell(Running("x", "c", tokens, worker="r0", output_tokens=7))
-        assert w.peer.ask(Table("t", ("b", "x"))) == Difference("t", (), ())
-        state = w.peer.state()
-        assert state["workers"]["r0"]["in_flight"] == state["in_flight"] == 2
-        assert (state["counts"]["taken over"], state["counts"]["running ignored"]) == (1, 1)
-        credit = state["deficits"]["c"]["r0"]
-        w.peer.tell(Done("x", outcome="aborted"))
-        assert w.peer.state()["deficits"]["c"]["r0"] == credit - 2 * 7
-        assert w.new_peer().ask(Table("t", ())) == Difference("t", (), ()), (
-            "another's requests are not asked of it"
-        )
 
 
 def test_any_number_of_placements_that_cannot_be_delivered_are_undone() -> None:

@@ -28,7 +28,6 @@ import psutil
 
 from sglang_fair.common.processes import child_environment, die_with_parent
 from sglang_fair.engines import fork_server, replica
-from tests.support.networks import join
 from tests.support.waiting import wait_until
 
 START_S = 240.0
@@ -44,9 +43,6 @@ PREFIX = "SGLANG_FAIR_TEST_PREFIX"
 
 FORKED = "SGLANG_FAIR_TEST_FORKED"
 """The environment variable with a file that gets the process id of each fork server that a cluster was given."""
-
-NETWORK = "SGLANG_FAIR_TEST_NETWORK"
-"""The environment variable with the id of a process whose network a forked process goes to."""
 
 ERRORS = "SGLANG_FAIR_TEST_ERRORS"
 """The environment variable with the file that a program's errors go to (`run`)."""
@@ -163,8 +159,6 @@ def main(name: str) -> None:
 def become(argv: Sequence[str]) -> int:
     """In the process that was forked: runs the module."""
     module, *arguments = argv
-    if network := os.environ.get(NETWORK):
-        join(int(network))
     if module == "run":
         return _run(arguments)
     if module == "sglang_fair.engines.fork_server":

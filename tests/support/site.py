@@ -6,14 +6,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from router.gateway.guard import KEY_VARIABLE
 from tests.support.ports import free_port
 from tests.support.stand_in import MODEL, Engine
 from tests.support.waiting import DEADLINE_S, eventually
@@ -25,27 +23,15 @@ QUANTUM = 1e9
 class Process:
     """One process; `start` may be called again after `kill`."""
 
-    def __init__(
-        self,
-        name: str,
-        *arguments: str,
-        environment: Mapping[str, str] | None = None,
-        python: str = sys.executable,
-        folder: Path | None = None,
-    ) -> None:
-        """It runs in `folder`, and `python` is another environment's."""
+    def __init__(self, name: str, *arguments: str) -> None:
         self.name = name
-        self._environment = {**os.environ, **(environment or {})}
-        self._folder = folder
-        self.command = [python, "-m", *arguments]
+        self.command = [sys.executable, "-m", *arguments]
         self.log = Path(tempfile.mkstemp(prefix=f"{name}-", suffix=".log")[1])
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.command, stdout=log, stderr=log, env=self._environment, cwd=self._folder
-            )
+            self._process = subprocess.Popen(self.command, stdout=log, stderr=log)
 
     def kill(self) -> None:
         """kill -9, and reaped."""
@@ -107,87 +93,41 @@ class Site:
         step_s: float = 0.02,
         router_options: tuple[str, ...] = (),
         gateway_options: tuple[str, ...] = (),
-        tenants: Path | None = None,
-        admin_key: str = "",
-        models: Sequence[str] = (),
         routers: int = 1,
-        replica_options: Sequence[str] = (),
     ) -> None:
-        """All gateways know all routers; `router` is the first. With `tenants`, a file, gateways have an address for
-        operators, which `admin_key` opens. `models` are those of the replicas, the first one first; without any, they
-        have one that nobody names."""
-        self._replica_options = tuple(replica_options)
-        self._models = list(models)
-        self._salts = {model: salt for salt, model in enumerate(dict.fromkeys(models))}
+        """All gateways know all routers; `router` is the first."""
         self.engine = Engine(tokenizer)
-        self.tokenizer = tokenizer
         self.step_s = step_s
         self.replicas: dict[str, Process] = {}
         self.urls: dict[str, str] = {}
         for index in range(replicas):
-            self.add_replica(f"r{index}")
-        self.router_addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(routers)]
-        self.router_address = self.router_addresses[0]
-        named = [f",model={model}" for model in models] or [""] * replicas
-        workers = [
-            f"--worker={name},http={url}{model}"
-            for (name, url), model in zip(self.urls.items(), named, strict=True)
-        ]
-        more_models = ",".join(f"{model}={tokenizer}" for model in self._salts if model != MODEL)
+            name, port = f"r{index}", free_port()
+            self.replicas[name] = Process(
+                name, "tests.support.stand_in", "--port", str(port), "--tokenizer", str(tokenizer),
+                "--step", str(step_s),
+            )  # fmt: skip
+            self.urls[name] = f"http://127.0.0.1:{port}"
+        addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(routers)]
+        workers = [f"--worker={name},http={url}" for name, url in self.urls.items()]
         self.routers = [
             Process(
                 f"router{index}" if index else "router", "router", "--bind", address,
-                "--placement", "d2lpm", "--worker-quantum", str(QUANTUM),
-                *workers, *router_options,
+                "--placement", "d2lpm", "--worker-quantum", str(QUANTUM), *workers, *router_options,
             )
-            for index, address in enumerate(self.router_addresses)
+            for index, address in enumerate(addresses)
         ]  # fmt: skip
         self.router = self.routers[0]
-        self.gateways: list[Process] = []
-        self.gateway_urls: list[str] = []
-        self.admin_urls = self.gateway_urls if tenants is None else []
-        self.admin_headers = {"authorization": f"Bearer {admin_key}"} if tenants is not None else {}
-        environment = {KEY_VARIABLE: admin_key}
-        for index in range(gateways):
-            port = free_port()
-            self.gateway_urls.append(f"http://127.0.0.1:{port}")
-            access: tuple[str, ...] = ()
-            if tenants is not None:
-                admin_port = free_port()
-                self.admin_urls.append(f"http://127.0.0.1:{admin_port}")
-                access = ("--tenants", str(tenants), "--admin-port", str(admin_port))
-            self.gateways.append(
-                Process(
-                    f"gateway{index}",
-                    "router.gateway",
-                    "--port",
-                    str(port),
-                    *(word for address in self.router_addresses for word in ("--router", address)),
-                    "--model-name",
-                    MODEL,
-                    "--tokenizer",
-                    str(tokenizer),
-                    *(("--more-models", more_models) if more_models else ()),
-                    *access,
-                    *gateway_options,
-                    environment=environment if tenants is not None else {},
-                )
+        ports = [free_port() for _ in range(gateways)]
+        self.gateway_urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.gateways = [
+            Process(
+                f"gateway{index}", "router.gateway", "--port", str(port),
+                *(word for address in addresses for word in ("--router", address)),
+                "--model-name", MODEL, "--tokenizer", str(tokenizer), *gateway_options,
             )
+            for index, port in enumerate(ports)
+        ]  # fmt: skip
         self.http: aiohttp.ClientSession
-
-    def add_replica(self, name: str) -> Process:
-        port = free_port()
-        made = Process(
-            name, "tests.support.stand_in", "--port", str(port),
-            "--tokenizer", str(self.tokenizer), "--step", str(self.step_s),
-            "--salt", str(self._salt(len(self.replicas))), *self._replica_options,
-        )  # fmt: skip
-        self.replicas[name], self.urls[name] = made, f"http://127.0.0.1:{port}"
-        return made
-
-    def _salt(self, index: int) -> int:
-        """Of the replica's model: stand-ins with another one give other answers."""
-        return self._salts[self._models[index]] if index < len(self._models) else 0
 
     async def __aenter__(self) -> "Site":
         self.http = aiohttp.ClientSession(
@@ -230,9 +170,7 @@ class Site:
         )
 
     async def state(self, gateway: int = 0) -> dict[str, Any]:
-        async with self.http.get(
-            f"{self.admin_urls[gateway]}/status", headers=self.admin_headers
-        ) as response:
+        async with self.http.get(f"{self.gateway_urls[gateway]}/status") as response:
             return await response.json()
 
     async def work(self, name: str) -> dict[str, Any]:
@@ -256,12 +194,10 @@ class Site:
         *,
         client: str = "c",
         gateway: int = 0,
-        temperature: float = 0,
-        **more: Any,
     ) -> Seen:
-        """One stream; what has come so far is in `seen`. `more` are further fields of the body."""
-        path, body = request(kind, prompt, tokens, temperature)
-        return await read_stream(self.http, self.gateway_urls[gateway] + path, body | more, seen, client)
+        """One greedy stream; what has come so far is in `seen`."""
+        path, body = request(kind, prompt, tokens)
+        return await read_stream(self.http, self.gateway_urls[gateway] + path, body, seen, client)
 
     async def whole(
         self, prompt: str, tokens: int, *, client: str = "c", gateway: int = 0
@@ -277,7 +213,7 @@ class Site:
 
     def expected(self, kind: str, prompt: str, tokens: int) -> str:
         """The text of an undisturbed greedy answer."""
-        _, body = request(kind, prompt, tokens, 0)
+        _, body = request(kind, prompt, tokens)
         *_, last = self.engine.steps(kind, body)
         return last.text
 
@@ -297,9 +233,9 @@ class Site:
         return state
 
 
-def request(kind: str, prompt: str, tokens: int, temperature: float) -> tuple[str, dict[str, Any]]:
-    """Path and body of a stream."""
-    sampling = {"temperature": temperature}
+def request(kind: str, prompt: str, tokens: int) -> tuple[str, dict[str, Any]]:
+    """Path and body of a greedy stream."""
+    sampling: dict[str, Any] = {"temperature": 0}
     if kind == "generate":
         sampling["max_new_tokens"] = tokens
         return "/generate", {"text": prompt, "stream": True, "sampling_params": sampling}

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import random
 import struct
 import zlib
@@ -30,8 +29,6 @@ from sglang_fair.common.token_ids import HEADER, comment
 from tests.support import apis
 
 MODEL = "tiny"
-POISON = "poison"
-"""A prompt that has it ends the process."""
 UNFINISHED = "\ufffd"
 WORDS = "abcdefghi .,é"
 TEMPLATE = (
@@ -280,8 +277,6 @@ class Server:
     def _handler(self, kind: str) -> Callable[[web.Request], Any]:
         async def serve(request: web.Request) -> web.StreamResponse:
             body = await request.json()
-            if POISON in json.dumps(body):
-                os._exit(9)
             if self._model and request.headers.get(HEADER_MODEL, self._model) != self._model:
                 self.work["misdirected"] += 1
                 return web.json_response({"message": "it has another model"}, status=MISDIRECTED)
@@ -349,11 +344,9 @@ def main() -> None:
     line.add_argument("--port", type=int, required=True)
     line.add_argument("--tokenizer", type=Path, required=True)
     line.add_argument("--step", type=float, default=0.01)
-    line.add_argument("--salt", type=int, default=0)
-    line.add_argument("--model", default="")
     options = line.parse_args()
     die_with_parent()
-    server = Server(Engine(options.tokenizer, options.salt), options.step, options.model)
+    server = Server(Engine(options.tokenizer), options.step)
     web.run_app(server.app, host="127.0.0.1", port=options.port, print=None, handler_cancellation=True)
 
 

@@ -9,7 +9,6 @@ from router.gateway.guard import KEY_VARIABLE
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.tenants import edit, keys
 from sglang_fair.tenants.model import Limits, Tenant
-from tests.support.collector import Collector
 from tests.support.live import EMULATED, Cluster
 from tests.support.ports import free_port
 
@@ -28,23 +27,16 @@ def tenant(name: str, **more: object) -> Tenant:
 
 
 @pytest.fixture(scope="session")
-def collector() -> Iterator[Collector]:
-    with Collector() as started:
-        yield started
-
-
-@pytest.fixture(scope="session")
-def keyed(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
-    """Two small models with tools and schemas, for tenants; spans, and a log in JSON."""
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two small models with tools and schemas, for tenants; and a log in JSON."""
     file = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
     for name in APIS:
         edit.add(file, name, tenant(name))
     for name, limits in (("light", Limits(requests_per_minute=1000)), ("heavy", Limits())):
         edit.add(file, name, tenant(name, weight=3.0, limits=limits))
-    options = ("--tenants", str(file), "--log-format", "json", "--otlp-traces-endpoint", collector.url)
+    options = ("--tenants", str(file), "--log-format", "json")
     engine = ("--tool-call-parser", "qwen25", "--constrained-json-disable-any-whitespace")
-    environment = {**ENVIRONMENT, "OTEL_BSP_SCHEDULE_DELAY": "20"}
-    with Cluster(*options, "--", *engine, environment=environment) as made:
+    with Cluster(*options, "--", *engine, environment=ENVIRONMENT) as made:
         yield made
 
 

@@ -3,10 +3,9 @@
 Each API has a tenant of its own. What its clients were told that they used is what the replicas charged it.
 """
 
-import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -313,52 +312,6 @@ def test_the_router_predicts_the_hit(served: Served, path: str, tools: bool) -> 
     cached = usage.get("cache_read_input_tokens", details.get("cached_tokens"))
     assert cached > 200
     assert int(second.headers["x-fair-matched-tokens"]) == cached
-
-
-ENDLESS = {
-    "type": "object",
-    "properties": {"a": {"$ref": "#"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
-"""No text is whole, so an answer in this form has all the tokens that it may have, or is cancelled."""
-MANY, MOST_AT_ONCE = 20_000, 10_000
-
-
-async def ask_until(served: Served, path: str, body: dict[str, Any], leaves: Callable[[], bool]) -> None:
-    """A request of "leaver", which goes away without an answer as soon as `leaves`."""
-    headers = {"x-api-key": "leaver"}
-    async with httpx.AsyncClient(base_url=served.cluster.url, headers=headers, timeout=None) as http:
-        asking = asyncio.create_task(http.post(path, json=body))
-        await asyncio.to_thread(wait_until, leaves, "something is computed")
-        assert not asking.done()
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-
-
-@pytest.mark.parametrize(("path", "streams"), [("/v1/responses", True), ("/v1/messages", False)])
-def test_who_leaves_is_charged_for_what_was_computed(served: Served, path: str, streams: bool) -> None:
-    turns = [{"role": "user", "content": "a"}]
-    body: dict[str, Any] = {"model": MODEL, "stream": streams}
-    form = {"type": "json_schema", "schema": ENDLESS}
-    if path == "/v1/responses":
-        body |= {"input": turns, "max_output_tokens": MANY, "text": {"format": {**form, "name": "it"}}}
-    else:
-        body |= {"messages": turns, "max_tokens": MANY, "output_config": {"format": form}}
-    before = served.charged("leaver").output
-    with httpx.Client(base_url=served.cluster.url, headers={"x-api-key": "leaver"}, timeout=60) as http:
-        if streams:
-            with http.stream("POST", path, json=body) as answer:
-                assert answer.status_code == 200
-                deltas = (
-                    line for line in answer.iter_lines() if line.startswith("data: ") and "delta" in line
-                )
-                for _ in range(8):
-                    next(deltas)
-        else:
-            asyncio.run(ask_until(served, path, body, lambda: served.charged("leaver").output > before))
-    wait_until(lambda: served.settled("leaver"), "it has stopped")
-    assert 0 < served.charged("leaver").output - before < MOST_AT_ONCE
 
 
 # -- a model that makes embeddings

@@ -2,8 +2,6 @@
 
 import contextlib
 import ssl
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from tests.support.certificates import Certificates
 from tests.support.listeners import Listener, exposed, family
 from tests.support.live import Cluster, Replica, command_line
 from tests.support.ports import free_port
-from tests.support.stand_in import MODEL, make_tokenizer
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -94,43 +91,6 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(admin_key.variable, "operator")
     monkeypatch.setenv(replica_key.variable, "replica")
     return str(tmp_path / "keys")
-
-
-def test_each_program_alone(certificates: Certificates, keys: str, tmp_path: Path) -> None:
-    bind, http, port, admin, page = (free_port() for _ in range(5))
-    served = ("--tls-cert", certificates.certificate, "--tls-key", certificates.key)
-    lines = [
-        ("router", "--bind", f"tcp://0.0.0.0:{bind}", "--keys", keys, "--http-host", "0.0.0.0",
-         "--http-port", str(http), *served),
-        ("router.gateway", "--host", "0.0.0.0", "--port", str(port), "--admin-host", "0.0.0.0",
-         "--admin-port", str(admin), "--router", f"tcp://127.0.0.1:{bind}", "--keys", keys, "--model-name", MODEL,
-         "--tokenizer", str(make_tokenizer(tmp_path)), *served),
-        ("sglang_fair.dashboard", "--host", "0.0.0.0", "--port", str(page), *served,
-         "--gateway", f"https://127.0.0.1:{admin}", "--gateway-cert", certificates.certificate),
-    ]  # fmt: skip
-    expected = {bind: "curve", http: "tls", port: "tls", admin: "tls", page: "tls"}
-    processes = [subprocess.Popen([sys.executable, "-m", *line]) for line in lines]
-    try:
-
-        def listening() -> bool:
-            assert all(process.poll() is None for process in processes)
-            return {one.port for process in processes for one in exposed(process.pid)} >= expected.keys()
-
-        wait_until(listening, "all listen")
-        assert spoken([one for process in processes for one in exposed(process.pid)]) == expected
-        verify = trusted(certificates)
-        operator = {"authorization": "Bearer operator"}
-
-        def reads() -> bool:
-            view = get(f"https://127.0.0.1:{page}/view", headers=operator, verify=verify)
-            return view.status_code == 200 and bool(view.json()["placement"] == "d2lpm-queue")
-
-        wait_until(reads, "the page reads the gateway over https")
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait()
 
 
 class Far(Replica):

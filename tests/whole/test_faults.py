@@ -140,28 +140,6 @@ def test_requests_are_served_while_the_router_is_dead_and_counted_when_it_is_bac
     run(Site(tokenizer, gateway_options=("--health-timeout", "120")), body)
 
 
-HOLDS = ("--placement", "centralized_dlpm", "--parameter", "slots=1")
-"""The router holds all but two of the requests at two replicas."""
-
-IMPATIENT = ("--router-timeout", "2")
-"""Far less than a held request waits here."""
-
-
-@pytest.mark.parametrize("fault", ["kill", "pause"])
-def test_a_router_that_dies_does_not_keep_what_it_holds(tokenizer: Path, fault: str) -> None:
-    async def body(site: Site) -> None:
-        await site.hold(HELD)
-        streams = Streams(site)
-        await eventually(lambda: _waiting(site, 10), "the router holds all but two")
-        getattr(site.router, fault)()
-        await site.hold(None)
-        await streams.end_well()
-        site.router.start() if fault == "kill" else site.router.go_on()
-        await site.quiet()
-
-    run(Site(tokenizer, router_options=HOLDS, gateway_options=IMPATIENT), body)
-
-
 def test_no_order_of_starting_matters(tokenizer: Path) -> None:
     async def body(site: Site) -> None:
         site.gateways[0].start()
@@ -221,10 +199,6 @@ def test_nobody_works_for_a_gateway_that_is_gone(tokenizer: Path, fault: str) ->
 
 async def _is(site: Site, worker: str, state: str) -> bool:
     return (await site.state())["workers"][worker]["state"] == state
-
-
-async def _waiting(site: Site, number: int) -> bool:
-    return (await site.state())["waiting"] == number
 
 
 async def _idle(site: Site, worker: str) -> bool:

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -66,25 +65,3 @@ def test_what_the_pictures_show() -> None:
     samples = deficit_pictures.run("dlpm")
     for one in samples:
         assert one.bound is None or abs(one.service["greedy"] - one.service["calm"]) <= one.bound
-
-
-@pytest.mark.parametrize("picture", sorted(path.name for path in (ROOT / "docs").glob("*.svg")))
-def test_pictures_can_be_read_on_light_and_on_dark(picture: str) -> None:
-    """No background, and colours with a contrast of 3 to white and to Material's dark page."""
-    text = (ROOT / "docs" / picture).read_text(encoding="utf-8")
-    ET.fromstring(text)
-    for colour in set(re.findall(r"#[0-9a-f]{6}", text)):
-        for page in ("#ffffff", "#1e2129"):
-            assert contrast(colour, page) >= 3, (colour, page)
-
-
-def contrast(one: str, other: str) -> float:
-    """As WCAG 2 has it."""
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -286,23 +286,6 @@ def test_whoever_is_killed_during_a_swap(victim: str, made: Cluster, alone: Answ
         swap(made, "ba"["ab".index(has)])
 
 
-def test_a_router_that_is_killed_keeps_models_apart(made: Cluster, alone: Answers) -> None:
-    """First the gateway places by itself, then the next router does, when agents have said who has what."""
-    os.kill(made.addresses["pids"]["router"], signal.SIGKILL)
-
-    def is_back() -> bool:
-        for model in MODELS:
-            status, tokens = said(made.url, body_of(PROMPTS[0], model))
-            assert status == 503 or (status, tokens) == (200, alone[model][0])
-        found = made.status()
-        models = {name: one.get("model") for name, one in found["workers"].items()}
-        return not found["gateway"]["fallback"] and models == DEALT
-
-    wait_until(is_back, "the next router knows who has what")
-    for model in MODELS:
-        check(made, model, alone)
-
-
 def test_a_replica_comes_and_goes_with_its_agent(made: Cluster, alone: Answers) -> None:
     assert agents(made).keys() == DEALT.keys()
     asked(made, {"do": "drain", "name": "r2"})
@@ -318,7 +301,6 @@ def test_a_replica_comes_and_goes_with_its_agent(made: Cluster, alone: Answers) 
     check(made, "a", alone)
 
 
-@pytest.mark.skipif(not is_night(), reason="each push has batches for models that take turns")
 def test_two_models_on_one_replica_are_served_in_turn(folders: dict[str, Path], alone: Answers) -> None:
     """Placement qlm has the replica load what its queue needs; each request meets its deadline, of ten minutes."""
     named = ",".join(f"{name}={folder}" for name, folder in folders.items())
