@@ -197,22 +197,6 @@ def test_while_neither_can_be_loaded_nobody_is_let_in() -> None:
 
 
 @pytest.mark.parametrize("moment", range(9))
-def test_a_new_agent_goes_on_where_the_replica_is(moment: int) -> None:
-    steps, replica = started()
-    steps.order(1, "b", 0.0)
-    for _ in range(moment):
-        turn(steps, replica)
-    after = Steps(SWAP_S)
-    run(after, replica, lambda: bool(after.loaded))
-    assert replica.enter(after.loaded)
-    assert after.loaded == ("a" if moment <= 3 else "b")
-    replica.gate.inside -= 1
-    after.order(1, "b", 0.0)
-    run(after, replica, lambda: after.done == 1)
-    assert replica.enter("b")
-
-
-@pytest.mark.parametrize("moment", range(9))
 def test_a_replica_that_was_restarted_has_its_first_model_and_the_order_has_failed(moment: int) -> None:
     steps, replica = started()
     steps.order(1, "b", 0.0)

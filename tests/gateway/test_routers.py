@@ -16,7 +16,6 @@ from router.events import (
     Follow,
     Place,
     Posted,
-    Running,
     WorkerDrain,
     WorkerHealth,
     Workers,
@@ -250,28 +249,6 @@ def test_each_request_is_counted_by_one_router_that_lives(
     for worker in ("r0", "r1"):
         loads = [state["workers"][worker]["in_flight"] for state in states]  # type: ignore[index]
         assert sum(loads) == fleet.in_flight[worker]
-
-
-def test_the_next_router_takes_over_what_is_in_flight_and_is_told_of_its_end() -> None:
-    site = Site(*NAMES[:2])
-    fleet = site.fleet
-    client = next(client for client in CLIENTS if fleet.routers.first(client) == NAMES[0])
-    arrive = Arrive("x", client, bytes(64), interaction="i", app="chat")
-    [(_, place)] = site.cores[NAMES[0]].handle(arrive, 0.0, b"g")
-    assert isinstance(place, Place)
-    fleet.begin(arrive, place, NAMES[0])
-    assert fleet.side(NAMES[1]).table("").requests == ()
-    site.lose(NAMES[0])
-    table = fleet.side(NAMES[1]).table("")
-    assert table.requests == ("x",)
-    told = fleet.side(NAMES[1]).settle(Difference("", ("x",), ()))
-    assert [type(event) for event in told] == [Running]
-    assert fleet.teller("x") == NAMES[1]
-    site.find(NAMES[0])
-    site.beat()
-    assert fleet.side(NAMES[0]).table("").requests == (), "it stays with the one that took it over"
-    assert site.cores[NAMES[0]].state()["in_flight"] == 0
-    assert fleet.end(Done("x")) == NAMES[1]
 
 
 def test_a_router_is_not_told_to_take_over_what_another_one_counts() -> None:
