@@ -17,11 +17,10 @@ from router.events import (
     decode_event,
     encode,
 )
-from router.gateway.routing.fleet import MAX_ENDED, ONE, Fleet
+from router.gateway.routing.fleet import MAX_ENDED, Fleet
 from router.gateway.routing.routers import SLACK, choose
 from sglang_fair.core.interactions import Interaction
 
-[ROUTER] = ONE
 clients = st.text("abcdef", min_size=1, max_size=3)
 
 

@@ -150,23 +150,6 @@ async def test_a_stream_that_goes_on_is_as_urgent_as_a_new_one(tokenizer: Path, 
         await c.ended()
 
 
-async def test_where_nobody_else_has_the_model_streams_finish(tokenizer: Path, c: Cluster) -> None:
-    async with stand_ins(c, tokenizer, MODEL) as replicas, speaking(c, r0=MODEL) as says:
-        replicas["r0"].hold(10)
-        seen = Seen()
-        stream = asyncio.create_task(c.stream("generate", PROMPT, TOKENS, seen))
-        await eventually(lambda: bool(seen.worker), "it has begun")
-        await swap(c, "r0")
-        before = says.answered["r0"]
-        await eventually(lambda: says.answered["r0"] > before + 2, "the router has spoken to the agent")
-        assert "r0" not in says.orders
-        replicas["r0"].hold(None)
-        await stream
-        assert seen.text == text_of(tokenizer, "generate", PROMPT, TOKENS)
-        assert await cut(c) == 0
-        await eventually(lambda: "r0" in says.orders, "then the agent has its order")
-
-
 async def test_a_replica_with_another_model_is_not_believed_and_the_router_asked_again(
     tokenizer: Path, c: Cluster
 ) -> None:

@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,7 @@ import pytest
 
 from sglang_fair.cluster import control
 from tests.support import checkpoints
-from tests.support.budget import is_night
-from tests.support.live import Cluster, command_line, lives
+from tests.support.live import Cluster, command_line
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -90,11 +86,6 @@ def settled(made: Cluster, worker: str = "r1") -> str:
 
     wait_until(is_settled, "a replica that serves", 120.0)
     return str(state(made, worker)["model"])
-
-
-def rows(made: Cluster) -> dict[str, dict[str, Any]]:
-    """What `workers list` shows, by name."""
-    return {row["name"]: row for row in asked(made, {"do": "list"})["workers"]}
 
 
 def agents(made: Cluster) -> dict[str, int]:
@@ -253,37 +244,6 @@ def test_a_stream_that_is_cut_goes_on_elsewhere(made: Cluster, alone: Answers) -
     check(made, "a", alone)
     assert is_said_by(made, "b", alone["b"][3])
     assert not is_said_by(made, "b", alone["a"][3])
-
-
-MOMENTS_S = (0.0, 0.02, 0.05, 0.12) if is_night() else (0.02, 0.12)
-"""After the order. Five early deaths in a row, and the supervisor gives a process up."""
-
-
-@pytest.mark.parametrize("victim", ["agent", "replica"])
-def test_whoever_is_killed_during_a_swap(victim: str, made: Cluster, alone: Answers) -> None:
-    """After an agent's death the replica has one model or the other, after a replica's the one that it began with. No
-    answer is another model's, and none of the model that others have fails."""
-    for moment_s in MOMENTS_S:
-        before = settled(made)
-        target = "ba"["ab".index(before)]
-        pid = agents(made)["r1"] if victim == "agent" else int(rows(made)["r1"]["pid"])
-        order(made, target)
-        time.sleep(moment_s)
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda pid=pid: not lives(pid), "its end")
-
-        def is_back() -> bool:
-            check(made, "a", alone)
-            status, tokens = said(made.url, body_of(PROMPTS[1], "b"))
-            assert status in (200, 502, 503)
-            assert status != 200 or tokens == alone["b"][1]
-            return status == 200 or state(made)["phase"] == "serves"
-
-        is_back()
-        wait_until(is_back, "somebody serves", 120.0)
-        has = settled(made)
-        assert victim == "agent" or has in ("b", target)
-        swap(made, "ba"["ab".index(has)])
 
 
 def test_a_replica_comes_and_goes_with_its_agent(made: Cluster, alone: Answers) -> None:
