@@ -9,7 +9,7 @@
                   largest of them, of which bounds are made (`largest`)
     eviction      whose prefixes the cache gives up
     preemption    which running requests are taken back for more urgent ones
-    record        what each request waited for and by whom it was overtaken (`record`, `waits`, `overtakes`)
+    record        what each request waited for and by how many it was overtaken (`record`, `waits`)
     throttle      who is let in while the cluster is overloaded (`throttle`, `interactions`, `windows`); what a call of
                   an application normally needs (`normal`)
     fairness      measures of what each client received

@@ -274,12 +274,6 @@ class Admission:
         payers = self.queue.account.payers
         return () if payers is None else path_of(root, tokens, payers.block_tokens)
 
-    def counted(self, *, extend: int = 0, output: int = 0) -> bool:
-        """The engine counted these tokens, from another source than the charges. Whether the books agree."""
-        ledger = self.queue.account.ledger
-        ledger.engine_counted(extend=extend, output=output)
-        return ledger.check()
-
     # ---- what the rules are made of
 
     def looked_up(self, job: Job, prefix_tokens: int, block: Hashable | None) -> None:

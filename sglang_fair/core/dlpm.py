@@ -169,7 +169,8 @@ class Dlpm(ByClient):
         account.refund = left - account.units
         account.settled, account.charged = self._round, True
         self._new.charge(account, units)
-        self._seat(client)
+        if (head := self._heads.get(client)) is not None:
+            self._rank(client, head)
 
     def idle(self, client: str) -> None:
         if client in self._deficits and client not in self._queues:
@@ -282,7 +283,11 @@ class Dlpm(ByClient):
                 self._turns.pop(client, None)
                 self._ready.hidden.pop(client, None)
             return
-        self._heads[client], account = head, self._deficits[client]
+        self._heads[client] = head
+        self._rank(client, head)
+
+    def _rank(self, client: str, head: Job) -> None:
+        account = self._deficits[client]
         eligible_from = account.settled + self._rounds_due(account)
         if eligible_from <= self._round or (self.borrow and self._may_borrow(account, head)):
             if client not in self._ready:

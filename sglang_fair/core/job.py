@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +46,11 @@ class Job:
     """0: within its client's share of the cluster; 1: beyond it. Set by its gateway."""
     system_tokens: int = 0
     """Of its prompt: those of system messages, which are taken for its beginning. As its sender calls its messages."""
+
+    request: Any = None
+    """What the shell has of it; None once it has ended."""
+    given_tokens: int = 0
+    """Output that it had when the shell made this job."""
 
     # `FairQueue`.
     arrival: int = 0

@@ -1,14 +1,16 @@
 """The last requests of a replica, each with what it waited for: why a request took so long is looked up here.
 
-    waits      how long it waited, by cause, and by how many later ones it was overtaken  (`waits`)
+    waits      how long it waited, by cause  (`waits`)
+    overtaken  by how many that came later and were admitted in an earlier batch, and in how many batches
     evictions  how often it was taken back for a more urgent one, and how urgent that was  (`preemption`)
     counter    the policy's counter of its client when it came and when it was admitted, and the refills between
     service    when its prompt and its answer were computed, and how it ended
 
-No other client is in it by name, and no text: others are numbers. Cost: O(log waiting) for a request, O(what changed)
-for a pass. What a wait was made of is added up when it is looked up.
+No other client is in it by name, and no text: others are numbers. Cost: O(log requests here) for a request, amortised,
+O(what changed) for a pass. What a wait was made of is added up when it is looked up.
 """
 
+from bisect import bisect, insort
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,9 +20,12 @@ from sglang_fair.common.record import MOST_ENDED, MOST_NAME, Recent
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listener
 from sglang_fair.core.policy import Policy
-from sglang_fair.core.waits import BY_NONE, MEMORY, Overtaken, Overtakes, Wait, Waits
+from sglang_fair.core.waits import MEMORY, Clock, Waits
 
 NS = 1_000_000_000
+
+LEAST_NOTED = 64
+"""Admissions after which each request that is here may note how many of them have overtaken it."""
 
 Outcome = Literal["finished", "aborted", "refused"]
 """How a request ended: it was answered; it was given up; it could not wait here."""
@@ -50,11 +55,12 @@ class Entry:
     refills_at_arrival: int | None
     waiting_at_arrival: int
     running_at_arrival: int
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[Clock, ...] = ()
     """One, and one more for each time that it was taken back."""
     evicted_for: tuple[dict[str, Any], ...] = ()
     """For which requests, as it is shown."""
-    overtaken: Overtaken = BY_NONE
+    overtaken: tuple[int, int] = (0, 0)
+    """By requests, and in batches: until it was admitted, or last noted."""
     counter_at_admission: float | None = None
     refills: int | None = None
     admitted_ns: int | None = None
@@ -72,7 +78,11 @@ class Record(Listener):
 
     def __init__(self, policy: Policy, most: int = MOST_ENDED) -> None:
         self.waits = Waits()
-        self._overtakes: Overtakes[Job] = Overtakes()
+        self._batch: list[int] = []
+        self._admitted: list[int] = []
+        self._latest: list[int] = []
+        """`Job.arrival` of those in the batch that is being formed; since it was last noted what overtook each, of
+        those that were admitted before, and of the latest of each batch: both sorted."""
         self._policy = policy
         self._here: dict[Job, Entry] = {}
         self._recent: Recent[Entry] = Recent(most)
@@ -87,7 +97,6 @@ class Record(Listener):
         if not job.system:
             entry = self._here[job] = self._enter(job)
             entry.waits = (self.waits.begin(job),)
-            self._overtakes.arrive(job)
 
     def refused(self, job: Job, reason: str) -> None:
         if not job.system:
@@ -99,7 +108,8 @@ class Record(Listener):
         self.waits.end(job)
         self._running += 1
         if entry.admitted_ns is None:
-            entry.overtaken = self._overtakes.admit(job)
+            entry.overtaken = self._overtaken(job, entry)
+            self._batch.append(job.arrival)
             entry.counter_at_admission = self._policy.counter(job.client)
             entry.refills = self._refills_since(entry)
             entry.admitted_ns = self.waits.now_ns
@@ -131,9 +141,8 @@ class Record(Listener):
         if (entry := self._here.pop(job, None)) is None:
             return
         if entry.admitted_ns is None:
-            entry.overtaken = self._overtakes.of(job)
+            entry.overtaken = self._overtaken(job, entry)
             entry.refills = self._refills_since(entry)
-            self._overtakes.leave(job)
         self.waits.end(job)
         self._end(entry, "aborted")
 
@@ -143,7 +152,8 @@ class Record(Listener):
             self._end(entry, outcome)
 
     def end_pass(self, cause: str, turns: Mapping[str, bool]) -> None:
-        self._overtakes.end_batch()
+        if self._batch:
+            self._end_batch()
         policy = self._policy
         self.waits.end_pass(cause, turns, policy.turn_cause if policy.has_turns() else None)
 
@@ -179,6 +189,27 @@ class Record(Listener):
         entry.ended_ns, entry.outcome, entry.reason = self.waits.now_ns, outcome, reason
         self._recent.end(entry)
 
+    def _overtaken(self, job: Job, entry: Entry) -> tuple[int, int]:
+        """What has overtaken `job`, which waits, so far."""
+        (requests, batches), number = entry.overtaken, job.arrival
+        return (
+            requests + len(self._admitted) - bisect(self._admitted, number),
+            batches + len(self._latest) - bisect(self._latest, number),
+        )
+
+    def _end_batch(self) -> None:
+        """What it admitted has overtaken those that came before and still wait."""
+        for number in self._batch:
+            insort(self._admitted, number)
+        insort(self._latest, max(self._batch))
+        self._batch.clear()
+        if len(self._admitted) > max(LEAST_NOTED, 2 * len(self._here)):
+            for job, entry in self._here.items():
+                if entry.admitted_ns is None:
+                    entry.overtaken = self._overtaken(job, entry)
+            self._admitted.clear()
+            self._latest.clear()
+
     def _refills_since(self, entry: Entry) -> int | None:
         now, before = self._policy.refills, entry.refills_at_arrival
         return None if now is None or before is None else now - before
@@ -187,7 +218,7 @@ class Record(Listener):
         now_ns, job = self.waits.now_ns, entry.job
         overtaken, refills = entry.overtaken, entry.refills
         if job is not None and entry.admitted_ns is None:
-            overtaken, refills = self._overtakes.of(job), self._refills_since(entry)
+            overtaken, refills = self._overtaken(job, entry), self._refills_since(entry)
         by_wait = [self.waits.spent_ns(wait) for wait in entry.waits]
         by_cause = {cause: sum(spent.get(cause, 0) for spent in by_wait) for cause in set().union(*by_wait)}
         until_ns = now_ns if entry.ended_ns is None else entry.ended_ns
@@ -207,8 +238,8 @@ class Record(Listener):
                 cause: spent / NS
                 for cause, spent in sorted(by_cause.items(), key=lambda one: (-one[1], one[0]))
             },
-            "overtaken_by": overtaken.requests,
-            "overtaken_in_batches": overtaken.batches,
+            "overtaken_by": overtaken[0],
+            "overtaken_in_batches": overtaken[1],
             "refills": refills,
             "evicted_for": list(entry.evicted_for),
             "prefill_s": prefill_s,

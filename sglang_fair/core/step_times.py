@@ -1,8 +1,6 @@
-"""How long the steps of an engine take: by the clock of its loop, and what is learnt from that."""
+"""What is learnt of how long the steps of an engine take."""
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from statistics import median
 
 USUAL_OF = 9
@@ -13,52 +11,6 @@ LEAST_CHUNK_TOKENS = 128
 
 FIRST_CHUNK_TOKENS = 2048
 """The bound of a chunk before any step was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a step was: prompt tokens by client, and whether those that run got a token."""
-
-    extended: Mapping[str, int] | None = None
-    decoded: bool = False
-    requests: int = 0
-    """That were decoded; 0: how long it took says nothing about such steps."""
-
-
-class StepTimes:
-    """How long each step took, by a clock that is read once in each iteration of the engine's loop.
-
-    A step that was done in an iteration took as long as that; in an overlapped loop, where it was launched in an
-    earlier one, as long as the iteration that waited for its end, and those before in which none was done. An iteration
-    without any step is the engine's rest, and counts for nothing. Where none was launched, an overlapped loop only
-    waited for the end of one that was counted in part before.
-    """
-
-    def __init__(self) -> None:
-        self._now_s: float | None = None
-        self._since_s = 0.0
-        """Time of iterations in which steps were launched and none was done."""
-        self._launched = False
-        self._done: list[Step] = []
-
-    def launched(self) -> None:
-        self._launched = True
-
-    def done(self, step: Step) -> None:
-        self._done.append(step)
-
-    def tick(self, now_s: float) -> list[tuple[Step, float]]:
-        """The next iteration begins. Returns the steps that were done in the last one, and their seconds."""
-        elapsed_s = 0.0 if self._now_s is None else max(0.0, now_s - self._now_s)
-        self._now_s = now_s
-        steps, self._done = self._done, []
-        launched, self._launched = self._launched, False
-        if steps:
-            each_s = (self._since_s + elapsed_s) / len(steps)
-            self._since_s = 0.0
-            return [(step if launched else replace(step, requests=0), each_s) for step in steps]
-        self._since_s = self._since_s + elapsed_s if launched else 0.0
-        return []
 
 
 class Chunks:

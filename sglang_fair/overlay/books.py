@@ -7,7 +7,7 @@ two in number, for what left unseen. Where SGLang divides prefill and decode amo
 well, and with their prompts computed elsewhere: they are entered when they are found.
 
 After each batch that was formed, and each whose result was processed, the ledger is compared with the engine's own
-counts (`jobs`): O(batch), always.
+counts (`batch`): O(batch), always.
 
 The books never end the scheduler. Whatever they do not expect is logged once and counted, and they go on with what
 SGLang says (`guarded`).
@@ -20,23 +20,28 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_fair.core.admission import Admission, Match, block_of
+from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.payers import make_payers
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.record import Record
-from sglang_fair.core.step_times import Step, StepTimes
+from sglang_fair.core.record import Outcome, Record
 from sglang_fair.core.steps import make_steps
 from sglang_fair.core.wsc import Normalised
 from sglang_fair.metrics.replica import ReplicaCounts
 from sglang_fair.overlay import normal, tree_core
+from sglang_fair.overlay.batch import Row, Step, StepTimes
 from sglang_fair.overlay.config import Config
-from sglang_fair.overlay.jobs import BatchRow, Requests, job_of, outcome_of
+from sglang_fair.overlay.identity import carried_by, job_of
 
 logger = logging.getLogger(__name__)
+
+JOB_ATTRIBUTE = "sglang_fair_job"
+"""Attribute of SGLang's request: its job. SGLang's id of a request is not unique for as long as the request is here."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,8 +123,8 @@ class Books:
         self._admission = Admission(self.queue, self._match, steps)
         tree_core.follow(self._tree_cache, policy.weights)
         self.queue.reweighed.append(partial(tree_core.reweigh, self._tree_cache))
-        self._requests = Requests(self._apps)
-        self._admission.listeners.add(self._requests)
+        self._interactions = Interactions()
+        """Of calls that no gateway has numbered."""
         self._taken_back: dict[str, Job] = {}
         """Ids of the jobs of running requests that were taken back and do not wait yet, and for which one each."""
 
@@ -146,6 +151,7 @@ class Books:
             self._admission.step(duration_s, step.extended, decoded=int(step.decoded), requests=step.requests)
         self.now_s = now_s
         self._admission.tick(now_s)
+        self._interactions.tick(now_s)
         if self._normal is not None:
             self._normal.tick(self.queue.policy, now_s, is_busy=self.is_busy())
 
@@ -171,6 +177,11 @@ class Books:
 
     # ---- what waits
 
+    def job(self, request: Any) -> Job | None:
+        """The job of `request`; None if it is not in the books."""
+        job: Job | None = getattr(request, JOB_ATTRIBUTE, None)
+        return job if job is not None and self.queue.find(job.id) is job else None
+
     @guarded
     def refuses(self, request: Any) -> str | None:
         """Why a request that is about to join the waiting queue may not, in the policy's words; None: it may.
@@ -178,7 +189,7 @@ class Books:
         None for a request that SGLang has found invalid, for SGLang ends it itself, and for one that
         was taken back from the batch, which is not new.
         """
-        if not self.orders or request.to_finish or self._requests.job(request) is not None:
+        if not self.orders or request.to_finish or self.job(request) is not None:
             return None
         reason = self._admission.refuses(job_of(request, self._apps))
         self._refused += reason is not None
@@ -193,11 +204,11 @@ class Books:
     def ended(self, request: Any) -> None:
         """SGLang has ended `request` without a result of a batch: aborted while it waited or between two chunks, or
         dropped because the queue or the memory is full. One that is not in the books is ignored."""
-        job = self._requests.job(request)
+        job = self.job(request)
         if job is None:
             return
         if self.queue.is_waiting(job.id):
-            self._admission.leave(job)
+            self._leave(job)
         else:
             self._taken_back.pop(job.id, None)
             self._finish(request, job)
@@ -215,8 +226,8 @@ class Books:
         if len(self.queue) != len(waiting) or not self._sees_all:
             present = {id(request) for request in waiting}
             for job in list(self.queue.jobs()):
-                if id(self._requests.of(job)) not in present:
-                    self._admission.leave(job)
+                if id(job.request) not in present:
+                    self._leave(job)
             if len(self.queue) != len(waiting):
                 if self._sees_all:
                     self._corrected("a request joined the waiting queue unseen")
@@ -224,15 +235,15 @@ class Books:
                     if not self._waits(request):
                         self._enter(request)
         for job in list(self.queue.running()):
-            request = self._requests.of(job)
+            request = job.request
             if job.id not in self._taken_back and (request.finished() or not request.kv.holds_kv):
                 self._finish(request, job)
 
     def _enter(self, request: Any) -> Job:
         """`request` waits from now on."""
-        job = self._requests.job(request)
+        job = self.job(request)
         if job is None:
-            job = self._requests.enter(request, self.now_s)
+            job = self._make_job(request)
             self._counts.arrived(job, self.queue)
             self._admission.arrive(job)
         elif not self.queue.is_waiting(job.id):
@@ -243,13 +254,43 @@ class Books:
                 self._admission.evict(job, urgent)
         return job
 
+    def _make_job(self, request: Any) -> Job:
+        job = job_of(request, self._apps)
+        number = 1
+        while self.queue.find(job.id) is not None:
+            number += 1
+            job.id = f"{request.rid} ({number})"
+        job.arrived_s, job.request = self.now_s, request
+        job.given_tokens = len(request.output_ids)  # if the books are younger than it is
+        carried = carried_by(request)
+        if (slack_s := carried.get("slack_s")) is not None:
+            job.deadline_s = job.arrived_s + slack_s
+        if salt := carried.get("salt"):  # SGLang's requests for embeddings carry none themselves
+            request.cache_salt = salt
+        if not job.call:
+            job.call = self._interactions.accept(_interaction(job))
+        setattr(request, JOB_ATTRIBUTE, job)
+        return job
+
     def _waits(self, request: Any) -> bool:
-        job = self._requests.job(request)
+        job = self.job(request)
         return job is not None and self.queue.is_waiting(job.id)
+
+    def _leave(self, job: Job) -> None:
+        """A request that waits was given up."""
+        self._admission.leave(job)
+        self._gone(job)
+
+    def _gone(self, job: Job) -> None:
+        request, job.request = job.request, None
+        carried = carried_by(request)
+        if not carried.get("call"):
+            is_answered = carried.get("is_last") is True and outcome_of(request) == "finished"
+            self._interactions.end(_interaction(job), is_answered=is_answered)
 
     def _match(self, job: Job) -> Match:
         """Admission's look-up of a waiting request."""
-        request = self._requests.of(job)
+        request = job.request
         prompt = request.origin_input_ids
         known = prompt + request.output_ids if request.output_ids else prompt
         match_kv_cache(
@@ -281,7 +322,7 @@ class Books:
     @guarded
     def continued(self, request: Any) -> None:
         """One more chunk of a prompt is in the batch; the chunk before it is in the cache."""
-        job = self._requests.job(request)
+        job = self.job(request)
         if job is None or self.queue.is_waiting(job.id):
             self._corrected("a prompt goes on that was not known to run")
             self.admitted(request)
@@ -292,7 +333,7 @@ class Books:
     @guarded
     def computed(self, tokens: int) -> None:
         """An extend batch was formed, which by the engine's own count computes `tokens` prompt tokens."""
-        self._compare("a batch was formed", self._admission.counted(extend=tokens))
+        self._compare("a batch was formed", extend=tokens)
 
     @property
     def record(self) -> Record:
@@ -304,16 +345,17 @@ class Books:
         self.record.tick(now_s)
 
     @guarded
-    def processed(self, batch: Any, tokens: int, before: Sequence[BatchRow]) -> None:
+    def processed(self, batch: Any, tokens: int, before: Sequence[Row]) -> None:
         """A batch's results are in: charge the output, end what has ended. `tokens` is the engine's own count of the
-        output tokens, `before` what `jobs.rows` said before."""
-        running = []
-        for row in before:
-            request, job = row.request, self._requests.job(row.request)
-            if (job is None or self.queue.is_waiting(job.id)) and len(request.output_ids) > row.outputs:
-                job = self._found_running(row)
-            if job is not None and not self.queue.is_waiting(job.id):
-                running.append((request, job))
+        output tokens, `before` what `batch.rows` said before."""
+        running, known = [], self.queue.account.running
+        for request, _, outputs in before:
+            job: Job | None = getattr(request, JOB_ATTRIBUTE, None)
+            if job is None or known.get(job.id) is not job:
+                if len(request.output_ids) <= outputs:
+                    continue
+                job = self._found_running(request, outputs)
+            running.append((request, job))
         if batch.forward_mode.is_extend():
             self._admission.computed(job for _, job in running)
         self._times.done(self._step(batch))
@@ -322,8 +364,7 @@ class Books:
                 self._finish(request, job)
             else:
                 self._emit(job)
-        counted = self._admission.counted(output=tokens if self.generates else 0)
-        self._compare("a result was processed", counted)
+        self._compare("a result was processed", output=tokens if self.generates else 0)
 
     def _step(self, batch: Any) -> Step:
         """What a batch was, whose results are in."""
@@ -333,23 +374,25 @@ class Books:
         mixed = len(batch.decoding_reqs or ())
         extended: Counter[str] = Counter()
         for request, tokens in zip(batch.reqs[: len(batch.reqs) - mixed], batch.extend_lens, strict=False):
-            job = self._requests.job(request)
+            job = self.job(request)
             extended[SYSTEM if job is None or job.system else job.client] += tokens
         return Step(extended, decoded=mixed > 0)
 
-    def _found_running(self, row: BatchRow) -> Job:
+    def _found_running(self, request: Any, outputs: int) -> Job:
         """A request runs that no batch of ours admitted: another server has computed its prompt."""
         if self._sees_all:
             self._corrected("a request ran that was not known to be admitted")
-        job = self._enter(row.request)
-        self._requests.begins_at(job, row.outputs)
+        job = self._enter(request)
+        job.given_tokens = outputs
         self._admission.admit(job, extend_tokens=0, cached_tokens=job.prompt_tokens)
         self._admission.computed([job])
         return job
 
-    def _compare(self, when: str, agree: bool) -> None:
+    def _compare(self, when: str, *, extend: int = 0, output: int = 0) -> None:
+        """The engine counted these tokens itself."""
         ledger = self.queue.account.ledger
-        if not agree and ledger.mismatches == 1:
+        ledger.engine_counted(extend=extend, output=output)
+        if not ledger.check() and ledger.mismatches == 1:
             logger.error(
                 "sglang-fair: charges and the engine's counters differ after %s: %s",
                 when,
@@ -357,14 +400,20 @@ class Books:
             )
 
     def _emit(self, job: Job) -> None:
-        """Charge the output since the last call."""
+        """Charge the output since the last call. What speculation wrote past the end of the answer its sender neither
+        sees nor pays for."""
         if self.generates:
-            unbooked, past_end = self._requests.unbooked(job)
+            request = job.request
+            written = len(request.output_ids)
+            unbooked = written - job.given_tokens - job.output_tokens - job.unasked_tokens
+            end = written if request.finished_len is None else request.finished_len
+            past_end = min(unbooked, written - end)
             self.queue.account.emit(job, unbooked - past_end, unasked_tokens=past_end)
 
     def _finish(self, request: Any, job: Job) -> None:
         self._emit(job)
         self._admission.finish(job, outcome_of(request))
+        self._gone(job)
 
     def _block(self, request: Any, prefix_tokens: int) -> Hashable | None:
         """Names what would be computed of a prompt behind so much of it."""
@@ -372,3 +421,18 @@ class Books:
             return None
         tokens = memoryview(request.origin_input_ids)
         return block_of(tokens, prefix_tokens, request.extra_key, request.cache_salt)
+
+
+def outcome_of(request: Any) -> Outcome:
+    """How a request ended."""
+    reason = request.finished_reason
+    return "aborted" if reason is None or isinstance(reason, FINISH_ABORT) else "finished"
+
+
+def is_over(request: Any) -> bool:
+    """Whether it has ended, or will before it gets another token."""
+    return bool(request.finished() or request.to_finish or not request.kv.holds_kv)
+
+
+def _interaction(job: Job) -> Interaction:
+    return Interaction(job.client, job.app, job.interaction)

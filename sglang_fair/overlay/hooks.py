@@ -31,7 +31,6 @@ from sglang_fair.overlay import (
     application,
     config,
     heartbeat,
-    jobs,
     kv_events,
     metrics,
     model_gate,
@@ -46,6 +45,8 @@ from sglang_fair.overlay import (
     watchdog,
     wire,
 )
+from sglang_fair.overlay.batch import input_tokens, output_tokens, rows
+from sglang_fair.overlay.books import JOB_ATTRIBUTE
 from sglang_fair.overlay.clock import Clock, TimedReceiver
 from sglang_fair.overlay.identity import carry_client, judge_request
 from sglang_fair.overlay.replica import ReplicaFairness
@@ -327,7 +328,7 @@ def form_prefill_batch(
         batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
         scheduler.fair.end_pass(is_full=running_batch.batch_is_full, was_full=was_full)
         if batch is not None:
-            scheduler.fair.computed(jobs.input_tokens(batch))
+            scheduler.fair.computed(input_tokens(batch))
         return batch, running_batch
     finally:
         scheduler.fair.disarm()
@@ -367,17 +368,17 @@ def on_idle(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 def process_batch_result(
     original: Callable[..., None], scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
 ) -> None:
-    rows = jobs.rows(batch)
+    before = rows(batch)
     scheduler.heartbeat.computes()
     original(scheduler, batch, result, *args, **kwargs)
     scheduler.fair.note_time(scheduler.clock.latest())
-    scheduler.fair.processed(batch, jobs.output_tokens(batch, result, rows), rows)
+    scheduler.fair.processed(batch, output_tokens(batch, result, before), before)
     # Stock publishes only every --decode-log-interval steps; a router wants to know now.
     scheduler.kv_events_publisher.publish_kv_events()
 
 
 def checkpoint_into_tree(result: None, cache: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    tree_core.served(cache, request, getattr(request, jobs.JOB_ATTRIBUTE, None))
+    tree_core.served(cache, request, getattr(request, JOB_ATTRIBUTE, None))
 
 
 def get_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Carries the client's name and its announcements from the HTTP request to the scheduler, and judges what it sent.
+"""Carries the client's name and its announcements from the HTTP request to the scheduler, where they become a job, and
+judges what it sent.
 
 They travel in `sampling_params.custom_params`, which survives every endpoint, streaming, batches and n > 1. A `fair`
 entry in a client's own body is dropped: only the server says who a client is, and which requests are its own. A
@@ -33,12 +34,15 @@ from sglang_fair.common.identity import (
     bounded,
     identify,
 )
-from sglang_fair.common.interaction import part_of, read_count
+from sglang_fair.common.interaction import Apps, part_of, read_count
+from sglang_fair.core.job import Job
 from sglang_fair.overlay import application, config
-from sglang_fair.overlay.jobs import CUSTOM_PARAMS_KEY
 from sglang_fair.overlay.model_gate import is_probe
 
 MESSAGES = "/v1/messages"
+
+CUSTOM_PARAMS_KEY = "fair"
+"""Where a request carries its client inside `sampling_params.custom_params`."""
 
 
 def carry_client(obj: Any, request: Any) -> None:
@@ -137,6 +141,38 @@ def _body(request: Any) -> Mapping[str, Any]:
     """What the server has already parsed."""
     body = getattr(request, "_json", None)
     return body if isinstance(body, dict) else {}
+
+
+def job_of(request: Any, apps: Apps) -> Job:
+    """A new request as a job, with what the HTTP side noted about its sender. `apps` says which applications it may
+    name. `call` is 0 if no gateway has numbered it."""
+    carried = carried_by(request)
+    client = carried.get("client", ANONYMOUS)
+    return Job(
+        id=request.rid,
+        client=client,
+        prompt_tokens=len(request.origin_input_ids),
+        max_output_tokens=request.sampling_params.max_new_tokens or 0,
+        system=carried.get("system") is True,
+        expected_output_tokens=carried.get("expected_output_tokens"),
+        unblocks=carried.get("unblocks", 0),
+        weight=carried.get("weight"),
+        weight_version=carried.get("weight_version", 0),
+        attempt=carried.get("attempt", ""),
+        app=apps.of(client, carried.get("app", "")),
+        interaction=carried.get("interaction", ""),
+        stage=carried.get("stage", ""),
+        call=carried.get("call", 0),
+        system_tokens=min(carried.get("system_tokens", 0), len(request.origin_input_ids)),
+        slo_class=carried.get("slo_class", ""),
+        tier=carried.get("tier", 0),
+    )
+
+
+def carried_by(request: Any) -> dict[str, Any]:
+    """What the HTTP side noted about its sender."""
+    carried = (request.sampling_params.custom_params or {}).get(CUSTOM_PARAMS_KEY)
+    return carried if isinstance(carried, dict) else {}
 
 
 def judge_request(manager: Any, obj: Any, request: Any) -> None:

@@ -12,8 +12,7 @@ from sglang_fair.core.job import Job
 from sglang_fair.core.preemption import Missing, Preemption, Runner
 from sglang_fair.core.waits import BATCH, PROMPTS
 from sglang_fair.overlay import tree_core
-from sglang_fair.overlay.books import Books, guarded
-from sglang_fair.overlay.jobs import is_over
+from sglang_fair.overlay.books import Books, guarded, is_over
 
 MOST_SHOWN = 100
 """Clients whose part of the cache the status has."""
@@ -59,13 +58,13 @@ class ReplicaFairness(Books):
     @guarded
     def goes_on(self, request: Any) -> bool:
         """Whether the next chunk of `request`, whose prompt was cut, is computed now."""
-        job = self._requests.job(request)
+        job = self.job(request)
         return job is None or self._admission.goes_on(job)
 
     @guarded
     def chunk_of(self, request: Any, tokens: int) -> int | None:
         """Most prompt tokens for the next chunk of `request`, if that is less than the batch may have."""
-        job = self._requests.job(request)
+        job = self.job(request)
         if job is None:
             return None
         most = self._admission.chunk_of(job, tokens, self._block(request, request.prefix_len))
@@ -90,7 +89,7 @@ class ReplicaFairness(Books):
     @guarded
     def _next(self, candidates: Iterator[Job]) -> Any:
         job = next(candidates, None)
-        return None if job is None else self._requests.of(job)
+        return None if job is None else job.request
 
     @guarded
     def may_admit(self, request: Any) -> bool:
@@ -98,7 +97,7 @@ class ReplicaFairness(Books):
         self._offered = False
         if not self.orders:
             return True
-        job = self._requests.job(request)
+        job = self.job(request)
         return job is not None and self._admission.confirm(job, *self._matched(request))
 
     def stopped(self, cause: str) -> None:
@@ -136,7 +135,7 @@ class ReplicaFairness(Books):
         if (job := self._admission.urgent()) is None:
             return None
         self._admission.looked_up(job, *self._match(job))
-        return self._requests.of(job)
+        return job.request
 
     @guarded
     def to_take_back(
@@ -144,23 +143,23 @@ class ReplicaFairness(Books):
     ) -> list[Any]:
         """Which `running` requests to take back for `request`, which `urgent` returned, in this order. Of each
         there are the tokens of memory that there would be more without it, and whether it could go."""
-        preemption, urgent = self.preemption, self._requests.job(request)
+        preemption, urgent = self.preemption, self.job(request)
         if preemption is None or urgent is None:
             return []
         runners = [
             Runner(job, tokens, can_go)
             for one, (tokens, can_go) in running.items()
-            if (job := self._requests.job(one)) is not None and not is_over(one)
+            if (job := self.job(one)) is not None and not is_over(one)
         ]
-        return [self._requests.of(job) for job in preemption.choose(urgent, missing, runners, self.now_s)]
+        return [job.request for job in preemption.choose(urgent, missing, runners, self.now_s)]
 
     @guarded
     def took_back(self, requests: Iterable[Any], urgent: Any) -> None:
         """The engine took these back, and will queue them again when it has formed a batch."""
-        job = self._requests.job(urgent)
+        job = self.job(urgent)
         assert job is not None
         for request in requests:
-            if (taken := self._requests.job(request)) is not None:
+            if (taken := self.job(request)) is not None:
                 self._taken_back[taken.id] = job
 
     @guarded
@@ -170,7 +169,7 @@ class ReplicaFairness(Books):
 
     def found_tokens(self, request: Any) -> int:
         """Tokens of its prompt that its first admission found in the cache."""
-        job = self._requests.job(request)
+        job = self.job(request)
         return 0 if job is None else job.cached_tokens
 
     # ---- what is shown

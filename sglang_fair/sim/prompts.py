@@ -88,7 +88,8 @@ class Prompts(Decoding):
             pool.take(batch)
             extend_tokens = sum(task.computed - task.start - task.loaded for task in batch)
             self.meters.extend_tokens += extend_tokens
-            self.admission.counted(extend=extend_tokens)
+            queue.account.ledger.engine_counted(extend=extend_tokens)
+            queue.account.ledger.check()
         return batch
 
     def _may_take_back(self) -> bool:

@@ -1,6 +1,7 @@
 """The record of a replica's last requests, on a whole engine and against what can be counted from outside."""
 
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core.job import Job
 from sglang_fair.core.queue import FairQueue
-from sglang_fair.core.record import NS, Record
+from sglang_fair.core.record import LEAST_NOTED, NS, Record
 from sglang_fair.core.waits import BATCH, CAUSES, DEFICIT, MEMORY, STEP
 from tests.core.test_admission import Engine
 from tests.support.budget import examples
@@ -103,6 +104,79 @@ def test_counters_and_refills_are_the_policys(name: str) -> None:
         if found["state"] == "waiting":
             assert found["refills"] == (None if refills is None else (policy.refills or 0) - refills)
     assert all(policy.counter(client) in (None, counter) for client, counter in policy.counters().items())
+
+
+@dataclass
+class Counted:
+    """The same by looking at all requests."""
+
+    batch: int = 0
+    admitted: dict[int, int] = field(default_factory=dict)
+    """`Job.arrival` -> the number of its batch."""
+
+    def of(self, job: Job) -> tuple[int, int]:
+        later = [b for other, b in self.admitted.items() if other > job.arrival and b < self.batch]
+        return len(later), len(set(later))
+
+
+def _overtaken(record: Record, job: Job) -> tuple[int, int]:
+    found = only(record, job.id)
+    return found["overtaken_by"], found["overtaken_in_batches"]
+
+
+@pytest.mark.slow
+@given(st.integers(0, 2**20), st.sampled_from([1, 5, 40]), st.sampled_from([0, 1, 5]))
+def test_the_overtakes_are_those_of_everybody(seed: int, at_once: int, aborts: int) -> None:
+    """Batches take requests at random, mostly late ones, so that some note what has overtaken them many times."""
+    rng, record, counted = Random(seed), _record(), Counted()
+    waiting: list[Job] = []
+    arrived = 0
+
+    def arrive() -> None:
+        nonlocal arrived
+        waiting.append(_came(record, arrived))
+        arrived += 1
+
+    for _ in range(60):
+        for _ in range(rng.randrange(2 * at_once)):
+            arrive()
+        for _ in range(min(len(waiting), rng.randrange(at_once + 1))):
+            job = waiting.pop(max(rng.randrange(len(waiting)), rng.randrange(len(waiting))))
+            record.admit(job)
+            assert _overtaken(record, job) == counted.of(job)
+            counted.admitted[job.arrival] = counted.batch
+            if rng.random() < 0.5:
+                record.finish(job, "finished")
+            if rng.random() < 0.1:  # while a batch is formed others come
+                arrive()
+        record.end_pass(BATCH, {})
+        counted.batch += 1
+        for _ in range(min(len(waiting), rng.randrange(aborts + 1))):
+            job = waiting.pop(rng.randrange(len(waiting)))
+            record.leave(job)
+            assert _overtaken(record, job) == counted.of(job)
+        for job in rng.sample(waiting, min(len(waiting), 3)):
+            assert _overtaken(record, job) == counted.of(job)
+    for job in waiting:
+        assert _overtaken(record, job) == counted.of(job)
+
+
+def test_one_that_waits_for_ever_costs_no_memory() -> None:
+    record = _record()
+    first = _came(record, 0)
+    for number in range(1, 20_000):
+        job = _came(record, number)
+        record.admit(job)
+        record.end_pass(BATCH, {})
+        record.finish(job, "finished")
+        assert len(record._latest) <= len(record._admitted) <= LEAST_NOTED
+    assert _overtaken(record, first) == (19_999, 19_999)
+
+
+def _came(record: Record, number: int) -> Job:
+    job = Job(str(number), "a", arrival=number)
+    record.arrive(job)
+    return job
 
 
 # ---- each cause

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -15,7 +14,7 @@ from sglang_fair.core import POLICIES, make_policy
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
-from sglang_fair.core.step_times import FIRST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS, Step, StepTimes
+from sglang_fair.core.step_times import FIRST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS
 from sglang_fair.core.steps import ALONE, LEAST_SHARE, LONGEST_STEP_S, RECENT_S, Steps, make_steps
 from tests.support.budget import examples
 from tests.support.steps import Clients, Engine, Sender
@@ -388,19 +387,6 @@ def test_a_step_that_once_took_too_long_is_forgotten_in_a_few() -> None:
         tokens = steps.chunk_tokens() or 0
         steps.step(gpu.step_s(tokens), {"a": tokens})
     assert gpu.step_s(steps.chunk_tokens() or 0) == pytest.approx(STALL_S, rel=0.1)
-
-
-def test_a_step_that_was_only_waited_for_says_nothing_of_its_length() -> None:
-    """An overlapped loop: each step's result comes in the iteration after its launch."""
-    times, step = StepTimes(), Step(decoded=True, requests=3)
-    assert times.tick(0.0) == []
-    times.launched()
-    assert times.tick(0.1) == []
-    times.launched()
-    times.done(step)
-    assert times.tick(0.2) == [(step, pytest.approx(0.2))]
-    times.done(step)
-    assert times.tick(0.21) == [(replace(step, requests=0), pytest.approx(0.01))]
 
 
 # ---- where it applies

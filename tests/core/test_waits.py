@@ -1,9 +1,7 @@
-"""What requests wait for, against a state for each of them that is looked at whenever time passes; and which are
-overtaken by how many, against a count of all."""
+"""What requests wait for, against a state for each of them that is looked at whenever time passes."""
 
 from collections import Counter
 from dataclasses import dataclass, field
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -15,16 +13,13 @@ from sglang_fair.core.waits import (
     DEFICIT,
     ENGINE,
     FIRST,
-    LEAST_NOTED,
     MEMORY,
     PREFIX,
     PROMPTS,
     RUNNING,
     STEP,
     TARGET,
-    Overtaken,
-    Overtakes,
-    Wait,
+    Clock,
     Waits,
 )
 
@@ -69,7 +64,7 @@ class Looked:
 @given(st.data())
 def test_the_causes_of_a_wait_are_those_that_it_had_at_each_moment(data: st.DataObject) -> None:
     waits, looked = Waits(), Looked()
-    known: dict[Job, Wait] = {}
+    known: dict[Job, Clock] = {}
     for number in range(data.draw(st.integers(1, 25))):
         for _ in range(data.draw(st.integers(0, 3))):
             job = Job(f"{number}", data.draw(st.sampled_from(CLIENTS)))
@@ -142,59 +137,4 @@ def test_ten_thousand_names_leave_nothing_behind() -> None:
         waits.end(job)
     waits.end_pass(MEMORY, {}, None)
     assert len(waits) == 0
-    assert [*waits._clients, *waits._held, *waits._aside] == []
-
-
-@dataclass
-class Counted:
-    """The same by looking at all requests."""
-
-    batch: int = 0
-    admitted: dict[int, int] = field(default_factory=dict)
-    """Request -> the number of its batch. A request is the number of its arrival."""
-
-    def of(self, item: int) -> Overtaken:
-        later = [batch for other, batch in self.admitted.items() if other > item and batch < self.batch]
-        return Overtaken(len(later), len(set(later)))
-
-
-@pytest.mark.slow
-@given(st.integers(0, 2**20), st.sampled_from([1, 5, 40]), st.sampled_from([0, 1, 5]))
-def test_the_counts_are_those_of_everybody(seed: int, at_once: int, aborts: int) -> None:
-    """Batches take requests at random, mostly late ones, so that some note what has overtaken them many times."""
-    rng, overtakes, counted = Random(seed), Overtakes[int](), Counted()
-    waiting: list[int] = []
-    arrived = 0
-    for _ in range(60):
-        for _ in range(rng.randrange(2 * at_once)):
-            overtakes.arrive(arrived)
-            waiting.append(arrived)
-            arrived += 1
-        for _ in range(min(len(waiting), rng.randrange(at_once + 1))):
-            item = waiting.pop(max(rng.randrange(len(waiting)), rng.randrange(len(waiting))))
-            assert overtakes.admit(item) == counted.of(item)
-            counted.admitted[item] = counted.batch
-            if rng.random() < 0.1:  # while a batch is formed others come
-                overtakes.arrive(arrived)
-                waiting.append(arrived)
-                arrived += 1
-        overtakes.end_batch()
-        counted.batch += 1
-        for _ in range(min(len(waiting), rng.randrange(aborts + 1))):
-            overtakes.leave(waiting.pop(rng.randrange(len(waiting))))
-        for item in rng.sample(waiting, min(len(waiting), 3)):
-            assert overtakes.of(item) == counted.of(item)
-    assert len(overtakes) == len(waiting)
-    for item in waiting:
-        assert overtakes.of(item) == counted.of(item)
-
-
-def test_one_that_waits_for_ever_costs_no_memory() -> None:
-    overtakes = Overtakes[int]()
-    overtakes.arrive(0)
-    for number in range(1, 20_000):
-        overtakes.arrive(number)
-        overtakes.admit(number)
-        overtakes.end_batch()
-        assert len(overtakes._latest) <= len(overtakes._admitted) <= LEAST_NOTED
-    assert overtakes.of(0) == Overtaken(19_999, 19_999)
+    assert [*waits._clients, *waits._waiting, *waits._apart] == []

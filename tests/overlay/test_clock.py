@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -78,3 +79,18 @@ def test_the_leading_rank_sends_the_time_while_there_is_something_to_do(
     found = timed._broadcast_reqs_across_ranks(received)
     assert sum(isinstance(each, Reading) for each in found or ()) == sent
     assert [each for each in found or () if not isinstance(each, Reading)] == (received or [])
+
+
+def test_a_step_that_was_only_waited_for_says_nothing_of_its_length() -> None:
+    """An overlapped loop: each step's result comes in the iteration after its launch."""
+    from sglang_fair.overlay.batch import Step, StepTimes
+
+    times, step = StepTimes(), Step(decoded=True, requests=3)
+    assert times.tick(0.0) == []
+    times.launched()
+    assert times.tick(0.1) == []
+    times.launched()
+    times.done(step)
+    assert times.tick(0.2) == [(step, pytest.approx(0.2))]
+    times.done(step)
+    assert times.tick(0.21) == [(replace(step, requests=0), pytest.approx(0.01))]

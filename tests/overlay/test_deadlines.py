@@ -45,8 +45,8 @@ def test_what_is_no_number_says_nothing(text: str) -> None:
     ("headers", "due"), [(SAID, 101.5), (SAID | {"x-fair-slack-ms": "-2000"}, 98.0), ({}, None)]
 )
 def test_it_is_due_by_the_engine_s_clock(headers: dict[str, str], due: float | None) -> None:
+    from sglang_fair.overlay.books import JOB_ATTRIBUTE
     from sglang_fair.overlay.config import Config
-    from sglang_fair.overlay.jobs import JOB_ATTRIBUTE
     from sglang_fair.overlay.replica import ReplicaFairness
 
     fair = ReplicaFairness(Config(), "dlpm", orders=True, tree_cache=SimpleNamespace(disable=True))

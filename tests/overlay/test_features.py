@@ -202,8 +202,7 @@ class TestAnnouncements:
         from types import SimpleNamespace
 
         from sglang_fair.common.interaction import Apps
-        from sglang_fair.overlay.identity import carry_client
-        from sglang_fair.overlay.jobs import job_of
+        from sglang_fair.overlay.identity import carry_client, job_of
 
         obj = SimpleNamespace(sampling_params={"custom_params": {"fair": {"unblocks": 99}, "mine": 1}})
         headers = client | dict(zip(("x-fair-call", "x-fair-system-tokens"), said, strict=True))

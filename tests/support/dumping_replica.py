@@ -32,23 +32,22 @@ def held(cache: Any, sequences: set[Sequence]) -> Iterator[Sequence]:
 def install() -> None:
     """The overlay, whose reports say more."""
     _install()
-    from sglang_fair.overlay.jobs import Requests
     from sglang_fair.overlay.replica import ReplicaFairness
 
-    forget, status = Requests._forget, ReplicaFairness.status
+    gone, status = ReplicaFairness._gone, ReplicaFairness.status
     left: set[Sequence] = set()
 
-    def forget_and_note(requests: Any, job: Any) -> None:
-        request = requests.of(job)
+    def gone_and_noted(fair: Any, job: Any) -> None:
+        request = job.request
         left.add((request.cache_salt, request.extra_key, (*request.origin_input_ids, *request.output_ids)))
-        forget(requests, job)
+        gone(fair, job)
 
     def report(fair: Any, waiting: list[Any]) -> dict[str, Any]:
         cache = fair._tree_cache
         tokens = cache.evictable_size() + cache.protected_size()
         return {**status(fair, waiting), "cache": list(held(cache, left)), "cached_tokens": tokens}
 
-    Requests._forget, ReplicaFairness.status = forget_and_note, report
+    ReplicaFairness._gone, ReplicaFairness.status = gone_and_noted, report
 
 
 # SGLang's spawned processes import this module again, and find this in the place of the overlay's entry point.
