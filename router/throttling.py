@@ -18,8 +18,8 @@ import msgspec
 
 from router.events import MOST_SECONDS, Arrive, Begun, Due, Load, Posted, Running, SetLimits
 from sglang_fair.common.deadlines import Promise
-from sglang_fair.core.interactions import Interaction, Interactions
-from sglang_fair.core.throttle import BadLoad, Overload, Refusal, Rules, Throttle, make_rules
+from sglang_fair.core.interactions import Interaction
+from sglang_fair.core.throttle import BadLoad, Refusal, Rules, Throttle, make_rules
 
 Kind = Literal["none", "oit", "rpm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -55,12 +55,8 @@ class Throttling:
         """What an operator has set while it ran, if anything."""
         self._start = hashlib.sha256(json.dumps(self.rules.to_json(), sort_keys=True).encode()).hexdigest()
         self._believes_s = inf
-        self._overload = Overload(self.rules.high, self.rules.low)
-        self._interactions = Interactions()
-        self._throttle = Throttle(
-            self.rules, self._interactions, self._overload,
-            counts=self.rules.counts, always=self.kind == "rpm",
-        )  # fmt: skip
+        self._throttle = Throttle(self.rules, always=self.kind == "rpm")
+        self._overload, self._interactions = self._throttle.overload, self._throttle.interactions
         self._judged: OrderedDict[str, int | Refusal] = OrderedDict()
         self._under_way: dict[str, tuple[Interaction, bool]] = {}
         """Calls that wait or run, by id; whether each is the last of its interaction."""

@@ -115,15 +115,11 @@ class WorkerList(msgspec.Struct):
     workers: list[WorkerState]
 
 
-class NewLimits(throttle.Limits, frozen=True, forbid_unknown_fields=True):
+class NewLimits(throttle.Rules, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /limits`: it takes the place of all that held before. `user`: calls a minute of one client, in
     all applications. `apps`: of one client in an application; "*" is each one that is not named. `app_total`: an
     application's limit is of all its clients together. `counts`: calls that were let in, or all. A replica is
     overloaded from pressure `high` until below `low`, which is less."""
-
-    counts: throttle.Counts = "accepted"
-    high: throttle.Part = throttle.HIGH
-    low: throttle.Part = throttle.LOW
 
 
 class ThrottleReport(msgspec.Struct):

@@ -13,14 +13,13 @@ Bounds, because what is open cannot be refused: after `most_calls` a call counts
 interactions `most_open` are open at most, and of all clients' `most`; beyond, the longest silent one is closed, of this
 client or of the one that has most. So a client that opens many closes its own.
 
-Operations cost O(log clients), amortised, and O(`most_open`) if one is closed that was not answered; memory is O(open
+Operations cost O(log clients), amortised, and O(`most_open`) if one is closed to make room; memory is O(open
 interactions).
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 from sglang_fair.common.deadlines import Promise
@@ -46,8 +45,6 @@ class Open:
 
     calls: int = 0
     under_way: int = 0
-    silent_s: float = 0.0
-    """Since when none does."""
     promise: Promise | None = None
     """What was promised for its first call."""
 
@@ -70,20 +67,14 @@ class Interactions:
         """The open ones of each client, in order of when each fell silent, or busy."""
         self._largest: LazyHeap[str] = LazyHeap()
         """Clients by how many are open, most first."""
-        self._silent: LazyHeap[str] = LazyHeap()
-        """Clients with silent ones, by a time before which none of these fell silent. It is put right when it is due,
-        not with every call."""
-        self._due_s = inf
-        """Nothing is to be closed for its silence before."""
+        self._silent: OrderedDict[Interaction, float] = OrderedDict()
+        """Since when those are of which no call waits or runs, the longest silent first."""
 
     def tick(self, now_s: float) -> None:
         """It is `now_s`, by a clock that never goes back."""
         self._now_s = now_s
-        while self._due_s <= now_s:
-            client = self._silent.first()
-            self._due_s = inf if client is None else self._silent.key(client)[0] + self.silence_s
-            if client is not None and self._due_s <= now_s:
-                self._close_silent(client)
+        while self._silent and next(iter(self._silent.values())) + self.silence_s <= now_s:
+            self._close(next(iter(self._silent)))
 
     def calls(self, name: Interaction) -> int:
         """How many of its calls were accepted; 0 if it is not open."""
@@ -161,11 +152,8 @@ class Interactions:
         if is_answered:
             self._close(name)
         elif not open_.under_way:
-            open_.silent_s = self._now_s
+            self._silent[name] = self._now_s
             self._clients[name.client].move_to_end(name)
-            if name.client not in self._silent:
-                self._silent.put(name.client, (self._now_s, name.client))
-                self._due_s = min(self._due_s, self._now_s + self.silence_s)
 
     def __len__(self) -> int:
         """How many are open."""
@@ -181,6 +169,7 @@ class Interactions:
         if open_ is None:
             return self._opened(name, begun)
         if not open_.under_way:
+            del self._silent[name]
             self._clients[name.client].move_to_end(name)
         open_.under_way += 1
         return open_
@@ -207,25 +196,13 @@ class Interactions:
         names = self._clients[client]
         return next((name for name, open_ in names.items() if not open_.under_way), next(iter(names)))
 
-    def _close_silent(self, client: str) -> None:
-        """Those of `client` whose silence is over; and when it is to be looked at again."""
-        silent = [
-            (name, open_.silent_s) for name, open_ in self._clients[client].items() if not open_.under_way
-        ]
-        for name, silent_s in silent:
-            if silent_s + self.silence_s > self._now_s:
-                self._silent.put(client, (silent_s, client))
-                return
-            self._close(name)
-        self._silent.discard(client)
-
     def _close(self, name: Interaction) -> None:
         client = self._clients[name.client]
         del client[name]
+        self._silent.pop(name, None)
         self._open -= 1
         if client:
             self._largest.put(name.client, (-len(client), name.client))
         else:
             del self._clients[name.client]
             self._largest.discard(name.client)
-            self._silent.discard(name.client)

@@ -24,7 +24,7 @@ RPM, which the paper compares with.
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -73,9 +73,9 @@ Calls = Annotated[int, Meta(ge=1, le=MOST_CALLS)]
 Part = Annotated[float, Meta(gt=0, le=1)]
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Calls a minute while overloaded. `user`: of one user over all apps. `apps`: of one user of an app; "*" stands for
-    every app that is not named. None and what is missing: no limit.
+    every app that is not named. None and what is missing: no limit. ValueError unless low < high.
 
     With `app_total`, an app's limit is that of all its users together (the paper's letter, where one user may use up
     what another needs).
@@ -84,14 +84,6 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     user: Calls | None = None
     apps: dict[str, Calls] = {}
     app_total: bool = False
-
-    def of_app(self, app: str) -> int | None:
-        return self.apps.get(app, self.apps.get(EVERY_APP))
-
-
-class Rules(Limits, frozen=True, forbid_unknown_fields=True):
-    """Everything that an operator may set. ValueError unless low < high."""
-
     counts: Counts = "accepted"
     high: Part = HIGH
     low: Part = LOW
@@ -99,6 +91,9 @@ class Rules(Limits, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.low < self.high:
             raise ValueError(f"low must be below high, and {self.low!r} is not below {self.high!r}")
+
+    def of_app(self, app: str) -> int | None:
+        return self.apps.get(app, self.apps.get(EVERY_APP))
 
     def to_json(self) -> dict[str, Any]:
         """As `make_rules` reads it."""
@@ -212,22 +207,13 @@ class Overload:
 
 
 class Throttle:
-    """Lets calls in or refuses them, by `limits`, which may be replaced at any time."""
+    """Lets calls in or refuses them, by `rules`."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        interactions: Interactions | None = None,
-        overload: Overload | None = None,
-        *,
-        counts: Counts = "accepted",
-        always: bool = False,
-    ) -> None:
-        self.limits = limits
-        self.counts: Counts = counts
+    def __init__(self, rules: Rules, *, always: bool = False) -> None:
+        self.rules = rules
         self.always = always
-        self.interactions = Interactions() if interactions is None else interactions
-        self.overload = Overload() if overload is None else overload
+        self.interactions = Interactions()
+        self.overload = Overload(rules.high, rules.low)
         self.refused: dict[str, int] = {USER: 0, APP: 0}
         self._now_s = -inf
         self._had: Sliding[str | tuple[str, str]] = Sliding(MOST_REMEMBERED)
@@ -239,7 +225,7 @@ class Throttle:
 
     def follow(self, rules: Rules) -> None:
         """From now on these hold. What was counted stays."""
-        self.limits, self.counts = rules, rules.counts
+        self.rules = rules
         self.overload.high, self.overload.low = rules.high, rules.low
 
     def judge(
@@ -253,15 +239,13 @@ class Throttle:
     ) -> int | Refusal:
         """A call came: its number in its interaction, and it is let in; or why it is refused. Once for each call.
         `workers` are those that take requests."""
-        if not isfinite(now_s):
-            raise ValueError(f"now_s must be a number of seconds, not {now_s!r}")
         self._now_s = now_s = max(self._now_s, now_s)
         self._had.tick(now_s)
         self.interactions.tick(now_s)
         if own[0] is not None:
             _remember(self._own, name.client, own[0])
-        app = "" if self.limits.app_total else name.client, name.app
-        if self.counts == "arrivals":
+        app = "" if self.rules.app_total else name.client, name.app
+        if self.rules.counts == "arrivals":
             self._had.count(name.client, app)
         number = 0 if self.always else self.interactions.go_on(name, begun)
         if not number:
@@ -271,7 +255,7 @@ class Throttle:
                     self.refused[refusal.code] += 1
                     return refusal
             number = self.interactions.accept(name, begun)
-        if self.counts == "accepted":
+        if self.rules.counts == "accepted":
             self._had.count(name.client, app)
         if self._siblings:
             self._siblings.pop(name, None)
@@ -282,7 +266,7 @@ class Throttle:
         self._had.tick(now_s)
         counts = self._had.latest_counts(MOST_SHOWN).items()
         users = [(user, calls) for user, calls in counts if isinstance(user, str)]
-        found = [(user, calls, self._own.get(user, self.limits.user)) for user, calls in users]
+        found = [(user, calls, self._own.get(user, self.rules.user)) for user, calls in users]
         return sorted(found, key=lambda row: (-row[1] / (row[2] or inf), -row[1], row[0]))[:most]
 
     def _refusal(
@@ -303,10 +287,10 @@ class Throttle:
         self, name: Interaction, app: tuple[str, str], workers: Collection[str], own: Own
     ) -> Refusal | None:
         # With "arrivals" this call has been counted already: it may be the last one within the limit.
-        more = 1 if self.counts == "arrivals" else 0
-        of_user = self.limits.user if own[0] is None else own[0]
-        of_app = self.limits.of_app(name.app) if own[1] is None else own[1]
-        app_whose = "this app" if self.limits.app_total else "this client in this app"
+        more = 1 if self.rules.counts == "arrivals" else 0
+        of_user = self.rules.user if own[0] is None else own[0]
+        of_app = self.rules.of_app(name.app) if own[1] is None else own[1]
+        app_whose = "this app" if self.rules.app_total else "this client in this app"
         for code, key, limit, whose, its in (
             (USER, name.client, of_user, "this client", "its"),
             (APP, app, of_app, app_whose, "the"),

@@ -7,22 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_fair.core.interactions import Interaction, Interactions
+from sglang_fair.core.interactions import Interaction
 from sglang_fair.core.throttle import (
     MOST_REMEMBERED,
     SILENT_S,
     BadLoad,
     Counts,
-    Limits,
     Overload,
     Refusal,
+    Rules,
     Throttle,
 )
 
 COUNTS: tuple[Counts, ...] = get_args(Counts)
-
-USER, APP = 6, 4
-LIMITS = Limits(USER, {"chat": APP, "*": 5})
 
 
 def overloaded(throttle: Throttle, now_s: float, part: float = 1.0) -> None:
@@ -30,7 +27,7 @@ def overloaded(throttle: Throttle, now_s: float, part: float = 1.0) -> None:
 
 
 def test_an_app_s_limit_may_be_that_of_all_together() -> None:
-    throttle = Throttle(Limits(None, {"chat": 2}, app_total=True))
+    throttle = Throttle(Rules(None, {"chat": 2}, app_total=True))
     overloaded(throttle, 0.0)
     judged = [throttle.judge(Interaction(client, "chat", ""), ["r0"], 0.0) for client in "abc"]
     assert judged[:2] == [1, 1]
@@ -41,7 +38,7 @@ def test_retries_lock_nobody_out_unless_arrivals_count() -> None:
     """Who tries again every second has its limit each minute; by the paper's letter it has nothing ever again."""
     let_in = {}
     for counts in COUNTS:
-        throttle = Throttle(Limits(5), counts=counts)
+        throttle = Throttle(Rules(5, counts=counts))
         let_in[counts] = 0
         for second in range(600):
             overloaded(throttle, float(second))
@@ -51,12 +48,12 @@ def test_retries_lock_nobody_out_unless_arrivals_count() -> None:
 
 
 def test_siblings_of_a_refused_call_are_refused_until_it_may_come_again() -> None:
-    throttle = Throttle(Limits(1))
+    throttle = Throttle(Rules(1))
     overloaded(throttle, 0.0)
     throttle.judge(Interaction("a", "chat", "0"), ["r0"], 0.0)
     overloaded(throttle, 10.0)
     first = throttle.judge(Interaction("a", "chat", "1"), ["r0"], 10.0)
-    throttle.limits = Limits(100)
+    throttle.rules = Rules(100)
     assert isinstance(first, Refusal)
     assert first.retry_after_s == 50
     overloaded(throttle, 30.0)
@@ -69,7 +66,7 @@ def test_siblings_of_a_refused_call_are_refused_until_it_may_come_again() -> Non
 
 
 def test_a_restarted_router_cuts_no_interaction() -> None:
-    throttle = Throttle(Limits(1))
+    throttle = Throttle(Rules(1))
     overloaded(throttle, 0.0)
     throttle.judge(Interaction("a", "chat", "0"), ["r0"], 0.0)
     assert isinstance(throttle.judge(Interaction("a", "chat", "1"), ["r0"], 0.0), Refusal)
@@ -79,7 +76,8 @@ def test_a_restarted_router_cuts_no_interaction() -> None:
 
 @pytest.mark.slow
 def test_a_hundred_thousand_refused_ids_take_bounded_memory() -> None:
-    throttle = Throttle(Limits(1), Interactions(most=100))
+    throttle = Throttle(Rules(1))
+    throttle.interactions.most = 100
     overloaded(throttle, 0.0)
     for id in range(120_000):
         throttle.judge(Interaction("a", "chat", str(id)), ["r0"], 0.0)
@@ -92,7 +90,7 @@ def test_a_hundred_thousand_refused_ids_take_bounded_memory() -> None:
 @pytest.mark.parametrize("invented", ["app", "client"])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_a_hundred_thousand_names_a_minute_take_bounded_memory(counts: Counts, invented: str) -> None:
-    throttle = Throttle(Limits(None, {"*": 1}), counts=counts)
+    throttle = Throttle(Rules(None, {"*": 1}, counts=counts))
     for number in range(MOST_REMEMBERED + 2_000):
         names = {"client": "c", "app": "chat"} | {invented: f"new {number}"}
         throttle.judge(Interaction(**names, id=""), ["r0"], number / 2_000)
