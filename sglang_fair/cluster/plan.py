@@ -99,10 +99,7 @@ class Replica:
     """Those that it can load in turn, the first one first; its agent says which it has. (): it keeps its own."""
 
     def renamed(self, name: str) -> "Replica":
-        settings = dict(self.settings)
-        if settings.get("normal") is not None:
-            settings["normal"] = settings["normal"].removesuffix(self.name) + name
-        return replace(self, name=name, settings=settings | {"name": name})
+        return replace(self, name=name, settings={**self.settings, "name": name})
 
 
 @dataclass(frozen=True)
@@ -373,7 +370,6 @@ def replicas_for(
                 **known,
                 "model": model.wanted or options.model,
                 "served_name": model.served_name if options.models else None,
-                "normal": known["normal"] and f"{known['normal']}.r{first + index}",
             },
             log_level=options.log_level,
             ready_timeout_s=ready_timeout_s(options, device, machine),

@@ -16,16 +16,12 @@ never farther than the next client in the order of what their calls cost. Known 
 A call costs O(1) to learn and O(clients of the pair) to weigh; memory is O(pairs kept · `PAIR_CLIENTS`).
 """
 
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
-from typing import Annotated, Any, Literal
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 PAIR_CLIENTS = 64
 ALL_CLIENTS = 1024
@@ -37,50 +33,23 @@ FIRST_EXTEND_TOKENS, FIRST_OUTPUT_TOKENS = 1000.0, 100.0
 LEARN_EVERY = 64
 """Calls after which the usual is computed anew."""
 
-VERSION = 2
-"""Of what `Normal.to_json` gives."""
-
 Price = Callable[[float, float], float]
 """Cost of so many extend and output tokens; not negative, and monotonic."""
 
 
-class BadNormal(ValueError):
-    """What was saved is no such record."""
-
-
-Count = Annotated[int, Meta(ge=0)]
-Number = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
-
-
-class Usual(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class Usual:
     """Decayed means of one client's calls, in tokens."""
 
-    client: str
-    calls: Count = 0
-    extend: Number = 0.0
-    output: Number = 0.0
+    calls: int = 0
+    extend: float = 0.0
+    output: float = 0.0
 
     def learn(self, extend: float, output: float) -> None:
         self.calls += 1
         part = max(DECAY, 1 / self.calls)
         self.extend += part * (extend - self.extend)
         self.output += part * (output - self.output)
-
-
-class _Saved(msgspec.Struct):
-    """The calls of a pair, of an app, or all."""
-
-    calls: Count
-    clients: list[Usual]
-
-
-class _Record(msgspec.Struct):
-    """What `Normal.to_json` gives. Version 1 had two more numbers for each client."""
-
-    version: Literal[1, 2]
-    pairs: Annotated[list[tuple[str, str, _Saved]], Meta(max_length=MOST_PAIRS)]
-    apps: Annotated[list[tuple[str, _Saved]], Meta(max_length=MOST_PAIRS)]
-    all: _Saved
 
 
 @dataclass(slots=True)
@@ -91,20 +60,10 @@ class _Group:
     calls: int = 0
     clients: OrderedDict[str, Usual] = field(default_factory=OrderedDict)
 
-    @classmethod
-    def restored(cls, saved: _Saved, most: int) -> "_Group":
-        """ValueError if that is more than `most` clients, or calls of none."""
-        if len(saved.clients) > most or (saved.calls and not saved.clients):
-            raise ValueError(f"{saved.calls} calls of {len(saved.clients)} clients")
-        return cls(most, saved.calls, OrderedDict((one.client, one) for one in saved.clients))
-
-    def saved(self) -> Any:
-        return msgspec.to_builtins(_Saved(self.calls, list(self.clients.values())))
-
     def learn(self, client: str, extend: float, output: float) -> None:
         self.calls += 1
         if client not in self.clients:
-            self.clients[client] = Usual(client)
+            self.clients[client] = Usual()
         self.clients[client].learn(extend, output)
         self.clients.move_to_end(client)
         if len(self.clients) > self.most:
@@ -156,31 +115,6 @@ class Normal:
         """Least and largest weight of any pair, but for the least of all, 1."""
         usual = self.usual()
         return usual / self._spread, usual * self._spread
-
-    def to_json(self) -> Mapping[str, Any]:
-        """All that was learnt, JSON-ready."""
-        return {
-            "version": VERSION,
-            "pairs": [[*pair, group.saved()] for pair, group in self._pairs.items()],
-            "apps": [[app, group.saved()] for app, group in self._apps.items()],
-            "all": self._all.saved(),
-        }
-
-    def restore(self, saved: object) -> None:
-        """Goes on from what `to_json` gave. Raises `BadNormal`, and then nothing has changed."""
-        try:
-            content, made = msgspec.convert(saved, _Record), _Group.restored
-            pairs = OrderedDict(((app, stage), made(one, PAIR_CLIENTS)) for app, stage, one in content.pairs)
-            apps = OrderedDict((app, made(one, PAIR_CLIENTS)) for app, one in content.apps)
-            everything = made(content.all, ALL_CLIENTS)
-        except ValueError as error:
-            raise BadNormal(f"not what was saved of normal calls: {error}") from None
-        self._pairs, self._apps, self._all, self._usual = pairs, apps, everything, None
-
-    @property
-    def calls(self) -> int:
-        """How many were learnt."""
-        return self._all.calls
 
     def __len__(self) -> int:
         """Pairs that are kept."""

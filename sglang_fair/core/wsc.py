@@ -20,7 +20,6 @@ Trade-off: no locality (`wsc-dlpm` has it). Known leaks: those of VTC; a call th
 """
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, ClassVar
@@ -70,7 +69,6 @@ class Normalised(Policy):
     literal: bool = False
     """The prices of the paper's text, whatever the others say."""
     normal: Normal = field(init=False, repr=False)
-    _saved_calls: int = field(default=0, init=False, repr=False)
 
     def _set_prices(self) -> None:
         if self.literal:
@@ -91,20 +89,6 @@ class Normalised(Policy):
         if job.output_tokens:  # a call that made nothing says nothing of what is normal
             dearer = self.system_surcharge / self.input_price * job.system_extend_tokens
             self.normal.learn(job.client, job.app, job.stage, job.extend_tokens + dearer, job.output_tokens)
-
-    def has_learnt(self) -> bool:
-        """Whether it knows more than at the last call of `learnt`."""
-        return self.normal.calls != self._saved_calls
-
-    def learnt(self) -> Mapping[str, Any]:
-        """What it should know again after a restart, JSON-ready."""
-        self._saved_calls = self.normal.calls
-        return self.normal.to_json()
-
-    def recall(self, learnt: object) -> None:
-        """Goes on from what `learnt` gave. ValueError if that is something else; then nothing has changed."""
-        self.normal.restore(learnt)
-        self._saved_calls = self.normal.calls
 
     def _price_of(self, extend_tokens: float, output_tokens: float) -> float:
         return self.input_price * extend_tokens + self.output_price * output_tokens

@@ -16,7 +16,6 @@ SGLang says (`guarded`).
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -31,9 +30,8 @@ from sglang_fair.core.payers import make_payers
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Outcome, Record
 from sglang_fair.core.steps import make_steps
-from sglang_fair.core.wsc import Normalised
 from sglang_fair.metrics.replica import ReplicaCounts
-from sglang_fair.overlay import normal, tree_core
+from sglang_fair.overlay import tree_core
 from sglang_fair.overlay.batch import Row, Step, StepTimes
 from sglang_fair.overlay.config import Config
 from sglang_fair.overlay.identity import carried_by, job_of
@@ -70,8 +68,7 @@ class Books:
     `generates`: the model emits tokens. An embedding model does not, though SGLang notes one for each request.
     `sees_all`: every request joins the waiting queue by way of `arrive`.
     `steps_in_order`: one step is computed after the other, so that each one's time can be told. Otherwise prompts go
-    first, whoever runs. `overlaps`: a step is formed before the results of the last one are in. `leads`: of the ranks
-    that decide the same, it is the one that writes what was learnt.
+    first, whoever runs. `overlaps`: a step is formed before the results of the last one are in.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class Books:
         sees_all: bool = True,
         steps_in_order: bool = True,
         overlaps: bool = False,
-        leads: bool = True,
     ) -> None:
         self.config = config
         self._apps = config.read_apps()
@@ -107,10 +103,7 @@ class Books:
                 "have no effect"
             )
         self._counts = ReplicaCounts(config.metrics_clients)
-        self._normal = normal.NormalFile(config.normal) if config.normal is not None and leads else None
         self._begin()
-        if config.normal is not None:
-            normal.restore(self.queue.policy, config.normal)
         self.now_s = 0.0
         """The time of this iteration (`clock.Clock`); whatever is decided in it, is decided by this."""
         self._times = StepTimes()
@@ -132,12 +125,9 @@ class Books:
         """Give the books up after an error in `where`, which is being handled. What was charged stays in the ledger;
         the policy starts as at the start of the server, and every request is entered when it is next seen."""
         self._corrected("%s failed, and the books begin anew", where, trace=True)
-        ledger, old = self.queue.account.ledger, self.queue.policy
+        ledger = self.queue.account.ledger
         self._begin()
         self.queue.account.ledger = ledger
-        with suppress(Exception):  # what was learnt may be what is broken
-            if isinstance(old, Normalised) and isinstance(self.queue.policy, Normalised):
-                self.queue.policy.recall(old.learnt())
 
     def _corrected(self, what: str, *args: object, trace: bool = False) -> None:
         self.corrections += 1
@@ -152,14 +142,6 @@ class Books:
         self.now_s = now_s
         self._admission.tick(now_s)
         self._interactions.tick(now_s)
-        if self._normal is not None:
-            self._normal.tick(self.queue.policy, now_s, is_busy=self.is_busy())
-
-    @guarded
-    def close(self) -> None:
-        """The scheduler ends."""
-        if self._normal is not None:
-            self._normal.close(self.queue.policy)
 
     def runs(self) -> None:
         """A batch is launched."""

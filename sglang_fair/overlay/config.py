@@ -21,7 +21,6 @@ from sglang_fair.core.cost import Cost, Linear, make_cost
 from sglang_fair.core.payers import make_payers
 from sglang_fair.core.policy import Policy, checked_quantum
 from sglang_fair.core.steps import checked_stall_ms, checked_target_tpot_ms
-from sglang_fair.overlay import normal
 from sglang_fair.settings.setting import Setting, help_text, settings_of
 from sglang_fair.settings.table import Fairness
 
@@ -172,8 +171,6 @@ def check(config: Config, chosen: str | None) -> Config:
     if chosen is not None and chosen in SERVER_POLICIES:
         policy = config.make_policy(SERVER_POLICIES[chosen])
         policy_options.check_together(policy, config.charges, config.payer)
-        if config.normal is not None:
-            normal.restore(policy, config.normal)
     elif config.policy_options:
         raise ValueError(f"--fair-options are for a fair policy; {chosen} is SGLang's own")
     return config

@@ -238,7 +238,6 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
         sees_all=get_disagg().disaggregation_mode == DisaggregationMode.NULL.value,
         steps_in_order=get_parallel().pp_size == 1 and not scheduler.enable_pdmux,
         overlaps=scheduler.enable_overlap,
-        leads=_leads(get_parallel()),
     )
     scheduler.policy = (FairSchedulePolicy if ours is not None else BookkeepingPolicy)(
         scheduler.schedule_policy,
@@ -287,14 +286,6 @@ def process_input_requests(original: Callable[..., None], scheduler: Any, receiv
         scheduler.heartbeat.computes()
         original(scheduler, requests)
         scheduler.heartbeat.passed()
-
-
-def run_event_loop(original: Callable[..., None], scheduler: Any) -> None:
-    """It returns when the server is told to stop, after what is in flight; Ctrl-C raises in it."""
-    try:
-        original(scheduler)
-    finally:
-        scheduler.fair.close()
 
 
 def run_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -489,7 +480,6 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
     Hook(_SCHEDULER + "init_request_receiver", init_request_receiver, HookType.AFTER),
     Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.AROUND),
-    Hook(_SCHEDULER + "run_event_loop", run_event_loop, HookType.AROUND),
     Hook(_SCHEDULER + "run_batch", run_batch, HookType.BEFORE),
     Hook(_SCHEDULER + "_abort_on_queued_limit", abort_on_queued_limit, HookType.AFTER),
     Hook(_SCHEDULER + "_add_request_to_queue", add_request_to_queue, HookType.AFTER),

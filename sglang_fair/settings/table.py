@@ -181,12 +181,6 @@ class Fairness(Naming, Prices, Fields):
     cache_share: Annotated[str, About(choices=("on", "off"), fair="cache-share")] = "off"
     """Evict first what belongs to clients above their share of a replica's cache. Where SGLang's cache does not allow
     that, and for policies without shares, a replica evicts as SGLang does."""
-    normal: Annotated[
-        str | None,
-        About(metavar="FILE", unset="learnt anew after each start", fair="normal", flag="--fair-normal"),
-    ] = None
-    """Where wsc, wsc-dlpm and a normalised slo keep what a call of each application normally needs: read at the
-    start, and written every minute and at the end. A cluster adds the replica's name."""
     hang_timeout_s: Annotated[float, About(unit="seconds", fair="hang-timeout", at_least=0)] = 60.0
     """A replica of whose scheduler nothing has run for so long ends, after its stacks are in the log, to be started
     again. 0: never."""

@@ -68,14 +68,13 @@ def test_a_gateway_for_everybody_is_loud(
 def test_replicas_of_a_throttled_cluster_publish_their_load(tmp_path: Path) -> None:
     limits = tmp_path / "limits.json"
     limits.write_text(json.dumps({"user": 3}))
-    options = Options(throttle="oit", limits=str(limits), normal=str(tmp_path / "normal.json"), replicas=2)
+    options = Options(throttle="oit", limits=str(limits), replicas=2)
     with contextlib.closing(Reservations("127.0.0.1")) as reservations:
         ports = reservations.choose(0, 2, loads=True)
     plan = build(options, "cpu", MACHINE, MODEL, ports)
     for index, replica in enumerate(plan.of("replica")):
         argv, port = list(replica.argv), ports.replicas[index].load
         assert argv[argv.index("--load-port") + 1] == str(port)
-        assert argv[argv.index("--fair-normal") + 1] == str(tmp_path / f"normal.json.r{index}")
         assert replica.worker is not None
         assert replica.worker.load == f"tcp://127.0.0.1:{port}"
     [router] = plan.of("router")

@@ -52,14 +52,13 @@ def settings(**more: Any) -> FleetSettings:
 
 
 def test_the_command_of_a_replica_is_the_same_here_and_on_a_node() -> None:
-    options = Options(replicas=2, quantum=77.0, normal="learnt", extra=("--mem-fraction-static", "0.5"))
+    options = Options(replicas=2, quantum=77.0, extra=("--mem-fraction-static", "0.5"))
     here = build(options, "cpu", MACHINE, MODEL, Ports(8000, 30_100, (PORTS, PORTS))).of("replica")
     asked = replicas_for(options, "cpu", MACHINE, (MODEL, MODEL))
     there = [placed(one, plan.LOCAL, PORTS, "/there/python") for one in asked]
     assert [one.argv for one in here] == [one.argv[3:] for one in there], "a fork server is no command"
     assert [one.worker for one in here] == [one.worker for one in there]
     assert there[1].argv[:3] == ("/there/python", "-m", "sglang_fair.engines.replica")
-    assert asked[0].renamed("r7").settings["normal"].endswith("learnt.r7")
     assert placed(asked[0].renamed("r7"), plan.LOCAL, PORTS, "p").worker.worker == "r7"
 
 

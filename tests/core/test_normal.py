@@ -1,6 +1,5 @@
 """What is normal for an application: what it learns, and how far one client can move it."""
 
-import json
 from math import ceil, floor
 
 import pytest
@@ -8,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_fair.core import normal
-from sglang_fair.core.normal import ENOUGH, MOST_PAIRS, BadNormal, Normal
+from sglang_fair.core.normal import ENOUGH, MOST_PAIRS, Normal
 from tests.support.budget import examples
 
 
@@ -115,52 +114,3 @@ def test_an_old_habit_is_forgotten() -> None:
     for _ in range(200):
         made.learn("a", "chat", "1", 10, 0)
     assert made.weight("chat", "1") == pytest.approx(10, abs=1)
-
-
-@settings(max_examples=examples(50))
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from("abc"), st.sampled_from(["x", "y"]), st.sampled_from("12"),
-            st.floats(0, 1e6), st.floats(0, 1e6),
-        ),
-        max_size=60,
-    )
-)  # fmt: skip
-def test_what_is_saved_is_restored(calls: list[tuple[str, str, str, float, float]]) -> None:
-    made = Normal(price)
-    for call in calls:
-        made.learn(*call)
-    again = Normal(price)
-    saved = json.loads(json.dumps(made.to_json()))
-    again.restore(saved)
-    assert again.to_json() == made.to_json()
-    for group in (saved["all"], *(group for *_, group in saved["pairs"] + saved["apps"])):
-        group["clients"] = [[*one, 0.0, 0.0] for one in group["clients"]]
-    again.restore(saved | {"version": 1})
-    assert again.to_json() == made.to_json()
-    for app in ("x", "y", "z"):
-        for stage in "123":
-            assert again.weight(app, stage) == pytest.approx(made.weight(app, stage))
-
-
-@pytest.mark.parametrize(
-    "saved",
-    [
-        None, [], {}, {"pairs": [], "apps": []}, {"pairs": [[1, "2", {}]], "apps": [], "all": {}},
-        {"pairs": [], "apps": [], "all": {"calls": -1, "clients": []}},
-        {"pairs": [], "apps": [], "all": {"calls": 1, "clients": [["a", 1, 1e400, 0, 0, 0]]}},
-        {"pairs": [], "apps": [], "all": {"calls": 9, "clients": []}},
-        {"version": normal.VERSION + 1}, {"version": None},
-    ],
-)  # fmt: skip
-def test_what_is_no_such_record_changes_nothing(saved: object) -> None:
-    if isinstance(saved, dict):
-        saved = {"version": normal.VERSION, **saved}
-    made = Normal(price)
-    for _ in range(ENOUGH):
-        made.learn("a", "chat", "1", 10, 10)
-    before = made.to_json()
-    with pytest.raises(BadNormal):
-        made.restore(saved)
-    assert made.to_json() == before

@@ -69,7 +69,6 @@ def test_every_setting_of_fairness_reaches_sglang_s_server(tmp_path: Path) -> No
         "--fair-identity": "user,key",
         "--fair-cache-share": "on",
         "--fair-metrics-clients": "7",
-        "--fair-normal": str(tmp_path / "normal.json"),
         "--fair-apps": str(apps),
         "--fair-hang-timeout": "30.0",
         "--fair-max-logprobs": "5",

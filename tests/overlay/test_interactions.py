@@ -1,11 +1,9 @@
-"""Applications and interactions on a real replica: whose call goes first, and what a file keeps of normal calls."""
+"""Applications and interactions on a real replica: whose call goes first, and how a replica is told to stop."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,30 +57,12 @@ def test_a_call_of_an_interaction_that_has_begun_goes_first() -> None:
         assert finished_in_order(replica, [("d", "", None), ("e", "y", None), ("e", "y", None)])[0] == 2
 
 
-def calls_of(client: str, path: Path) -> int:
-    """What the file knows of its calls."""
-    if not path.exists():
-        return 0
-    return sum(calls for name, calls, *_ in json.loads(path.read_text())["all"]["clients"] if name == client)
-
-
-def test_what_is_normal_outlives_a_replica_that_is_told_to_stop(tmp_path: Path) -> None:
-    """The last call ends right after the file was written, so that its next time has not come yet. And whatever
-    connections its clients keep, the replica ends: one has sent half a request."""
-    path = tmp_path / "normal.json"
-    policy = ("--policy", "wsc-dlpm", "--quantum", "1000", "--fair-normal", str(path))
-    with Replica(*policy) as replica, socket.create_connection(("127.0.0.1", replica.port)) as client:
+def test_a_replica_that_is_told_to_stop_ends_whatever_connections_its_clients_keep() -> None:
+    """One has sent half a request."""
+    with Replica("--policy", "wsc-dlpm") as replica:
         process = replica.process
         assert process is not None
-        for number in range(8):
-            replica.generate("a", [number + 1] * 100, 10, headers=says("app"))
-        wait_until(lambda: calls_of("a", path) == 8, "the file of an idle replica")
-        replica.generate("a", [9] * 100, 10, headers=says("app"))
-        client.sendall(HALF_A_REQUEST)
-        os.kill(process.pid, signal.SIGTERM)
-        wait_until(lambda: process.poll() is not None, "its end")
-    assert calls_of("a", path) == 9
-    with Replica(*policy) as replica:
-        replica.generate("b", [200] * 100, 10, headers=says("app"))
-        used = 1000 - replica.fair()["clients"]["b"]["counter"]
-        assert used == pytest.approx(1, rel=0.1), "not the 120 over 1200 of a replica that knows nothing"
+        with socket.create_connection(("127.0.0.1", replica.port)) as client:
+            client.sendall(HALF_A_REQUEST)
+            os.kill(process.pid, signal.SIGTERM)
+            wait_until(lambda: process.poll() is not None, "its end")
