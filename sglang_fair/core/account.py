@@ -204,13 +204,15 @@ class Account:
         """The policy's guarantee for every interval since the start, by the largest prompt and owed output ever seen;
         None: it has none. Where prices are shared it holds for charged service, and includes how far transfers have
         moved a counter."""
-        return self._bound(self.policy.bound, self.largest.ever)
+        weights = self.policy.weights
+        return self._bound(self.largest.ever, 1.0 if weights is None else weights.smallest_ever())
 
     def recent_bound(self) -> float | None:
         """The same for every interval that ends now: for two clients that wait now, since both began to. It knows the
         requests that still matter to such an interval (`largest`)."""
         self._settle_largest()
-        return self._bound(self.policy.recent_bound, self.largest.recent)
+        weights = self.policy.weights
+        return self._bound(self.largest.recent, 1.0 if weights is None else weights.smallest())
 
     @property
     def largest_input_tokens(self) -> int:
@@ -328,13 +330,13 @@ class Account:
         """Output that it may still make, times its scale."""
         return (job.max_output_tokens - job.output_tokens) * job.scale
 
-    def _bound(self, of: Callable[[float, float], float | None], largest: Extremes) -> float | None:
+    def _bound(self, largest: Extremes, weight: float) -> float | None:
         if self.payers is not None and not self.policy.keeps_bound_with_transfers:
             return None
         _, output_units = self._price.dearest(
             largest.prompt_tokens, largest.output_tokens, largest.owed_tokens
         )
-        return of(largest.input_units + self._swing.most_units, output_units)
+        return self.policy.bound(largest.input_units + self._swing.most_units, output_units, weight)
 
     def _settle_largest(self) -> None:
         runs = {job.client for job in self.running.values() if not job.system}

@@ -200,12 +200,12 @@ class Dlpm(ByClient):
             self._eligible_from(client) <= self._round for client in self._passed_over()
         )
 
-    def bound(self, input_units: float, output_units: float) -> float | None:
+    def bound(self, input_units: float, output_units: float, weight: float = 1.0) -> float | None:
         """2·(U + Q^u) / min weight (Theorem 4.1). With a predictor w_q·M is added to U + Q^u, whatever it predicts, and
         with `borrow` Q^u."""
         charged_ahead = 0 if self.predictor is None else output_units
         credit = 2 * self.quantum if self.borrow else self.quantum
-        return 2 * (input_units + output_units + charged_ahead + credit) / self.weights.smallest_ever()
+        return 2 * (input_units + output_units + charged_ahead + credit) / weight
 
     def owes(self, client: str) -> bool:
         return self.deficit(client) < 0

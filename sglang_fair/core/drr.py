@@ -117,9 +117,9 @@ class Drr(OneTurn):
     def _next(self) -> str | None:
         return self._turn.first()
 
-    def bound(self, input_units: float, output_units: float) -> float | None:
+    def bound(self, input_units: float, output_units: float, weight: float = 1.0) -> float | None:
         """(2·(U + Q^d) + Q^d) / min weight."""
-        return (2 * (input_units + output_units) + 3 * self.quantum) / self.weights.smallest_ever()
+        return (2 * (input_units + output_units) + 3 * self.quantum) / weight
 
     def owes(self, client: str) -> bool:
         return client in self._credits and self._units(client) < 0

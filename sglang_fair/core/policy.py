@@ -166,25 +166,14 @@ class Policy(ABC):
         """The same of one client, in O(1). None: it is not known, or the policy keeps none that is so cheap."""
         return None
 
-    def bound(self, input_units: float, output_units: float) -> float | None:
+    def bound(self, input_units: float, output_units: float, weight: float = 1.0) -> float | None:
         """The guarantee: how far the service, divided by weight, of two clients that both wait can differ.
 
-        Where weights change, each charge counts by its client's weight at that time.
-        `input_units` is the cost of the dearest prompt, `output_units` that of the most output which one client's
-        running requests may still make. None: the policy guarantees nothing.
+        Where weights change, each charge counts by its client's weight at that time. `weight` is the least of these,
+        `input_units` the cost of the dearest prompt, `output_units` that of the most output which one client's running
+        requests may still make. None: the policy guarantees nothing.
         """
         return None
-
-    def recent_bound(self, input_units: float, output_units: float) -> float | None:
-        """The same for intervals in which a client waits that waits now; the units are those that still matter to one
-        of these. Differs from `bound` if that remembers more of weights."""
-        return self._by_recent_weights(self.bound(input_units, output_units))
-
-    def _by_recent_weights(self, bound: float | None) -> float | None:
-        """`bound`, which was divided by the smallest weight ever, by the smallest that still matters."""
-        if bound is None or self.weights is None or (least := self.weights.smallest_ever()) == 1:
-            return bound
-        return bound * least / self.weights.smallest()
 
     def owes(self, client: str) -> bool:
         """Whether what `client` was charged is not paid back yet, so that its counter may be far from others'."""

@@ -89,7 +89,7 @@ class Vtc(OneTurn):
     def _next(self) -> str | None:
         return self._turn.first()
 
-    def bound(self, input_units: float, output_units: float) -> float | None:
+    def bound(self, input_units: float, output_units: float, weight: float = 1.0) -> float | None:
         """2·max(w_p·L_input, w_q·M) / min weight (Theorem 4.4), if an output token is not cheaper than an input token.
 
         Returned is the bound with the sum in place of the maximum, which also holds for w_q < w_p and for chunked
@@ -98,7 +98,7 @@ class Vtc(OneTurn):
         """
         if not isinstance(self.predictor, Oracle | None):
             return None
-        return 2 * (input_units + output_units) / self.weights.smallest_ever()
+        return 2 * (input_units + output_units) / weight
 
     def owes(self, client: str) -> bool:
         """Its counter is above the smallest of those who wait."""
@@ -151,7 +151,7 @@ class Lcf(Vtc):
         while len(self._idle) > self.remembered_clients and (poorest := self._idle.first()) is not None:
             self._forget(poorest)
 
-    def bound(self, input_units: float, output_units: float) -> float | None:
+    def bound(self, input_units: float, output_units: float, weight: float = 1.0) -> float | None:
         """None: there is no limit to what a client is owed for its absence."""
         return None
 

@@ -124,16 +124,10 @@ class Wsc(Normalised, Vtc):
         client = self._first_started()
         return super().pick() if client is None else self._queues.head(client)
 
-    def bound(self, input_units: float, output_units: float) -> float | None:
+    def bound(self, input_units: float, output_units: float, weight: float = 1.0) -> float | None:
         """2·(U + lead) in normalised units, U over the least weight. None for an infinite lead, and if requests are
         charged when they end: U then has all prompts of a batch, which are not counted."""
-        return self._with_lead(super().bound(input_units, output_units))
-
-    def recent_bound(self, input_units: float, output_units: float) -> float | None:
-        return self._with_lead(self._by_recent_weights(super().bound(input_units, output_units)))
-
-    def _with_lead(self, of_vtc: float | None) -> float | None:
-        """The lead is of counters, which weights have divided already."""
+        of_vtc = super().bound(input_units, output_units, weight)
         return None if of_vtc is None or self.lead == inf or self.charges_at_end else of_vtc + 2 * self.lead
 
     def _first_started(self) -> str | None:

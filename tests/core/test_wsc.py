@@ -158,27 +158,13 @@ def test_prices_are_the_policy_s_own(charge: str) -> None:
 def test_a_weight_of_long_ago_loosens_the_bound_no_more_but_the_lead_stays() -> None:
     policy = Wsc(lead=2.0)
     policy.weights.set("a", 0.25)
-    assert policy.bound(1, 1) == policy.recent_bound(1, 1) == 2 * 2 / 0.25 + 2 * 2.0
+    assert policy.weights.smallest_ever() == policy.weights.smallest() == 0.25
+    assert policy.bound(1, 1, 0.25) == 2 * 2 / 0.25 + 2 * 2.0
     policy.weights.set("a", 1.0)
     for _ in range(3):  # nothing is left of the time of that weight
         policy.weights.settle(lambda _: False, True)
-    assert policy.bound(1, 1) == 2 * 2 / 0.25 + 2 * 2.0
-    assert policy.recent_bound(1, 1) == 2 * 2 + 2 * 2.0
-
-
-def test_what_was_learnt_goes_on_in_another_policy() -> None:
-    old, new = make_policy("wsc"), make_policy("wsc-dlpm")
-    assert not old.has_learnt()
-    for number in range(20):
-        job = Job(str(number), "a", app="chat", stage="plan")
-        job.extend_tokens, job.output_tokens = 50, 10
-        old.ended(job)
-    assert old.has_learnt()
-    new.recall(old.learnt())
-    assert not old.has_learnt()
-    assert new.scale(Job("x", "b", app="chat", stage="plan")) == pytest.approx(1 / 70)
-    with pytest.raises(ValueError, match="normal"):
-        new.recall(None)
+    assert policy.bound(1, 1, policy.weights.smallest_ever()) == 2 * 2 / 0.25 + 2 * 2.0
+    assert policy.bound(1, 1, policy.weights.smallest()) == 2 * 2 + 2 * 2.0
 
 
 def test_costs_and_payers_that_do_not_go_with_it_are_refused() -> None:
