@@ -121,6 +121,9 @@ class NewLimits(throttle.Rules, frozen=True, forbid_unknown_fields=True):
     application's limit is of all its clients together. `counts`: calls that were let in, or all. A replica is
     overloaded from pressure `high` until below `low`, which is less."""
 
+    def __post_init__(self) -> None:
+        """Which of the two is less is for the router to check: where nothing is throttled, that is the answer."""
+
 
 class ThrottleReport(msgspec.Struct):
     """How the router throttles: its rules, the pressure, and whom it refuses."""
