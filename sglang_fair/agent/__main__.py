@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from sglang_fair.agent.agent import Agent
-from sglang_fair.common import tls
 from sglang_fair.common.pairs import split_pairs
 from sglang_fair.common.processes import die_with_parent
 from sglang_fair.settings import protection
@@ -45,14 +44,7 @@ def serve(settings: AgentSettings) -> int:
     if not settings.outlive_parent:
         die_with_parent()
     try:
-        agent = Agent(
-            settings.worker,
-            settings.replica,
-            settings.router,
-            folders(settings),
-            protection.read_keys(settings.keys, "gateway"),
-            tls.believed(settings.replica_ca),
-        )
+        agent = Agent(settings, folders(settings))
     except (ValueError, OSError) as error:
         raise Mistake(str(error)) from None
     with contextlib.suppress(asyncio.CancelledError):

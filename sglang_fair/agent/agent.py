@@ -2,22 +2,28 @@
 
 import asyncio
 import contextlib
+import json
 import logging
-import ssl
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import psutil
 
 from router.client import RouterClient
 from router.events import Agent as Report
-from router.events import Answer, Exchange
-from sglang_fair.agent.replica import ReplicaClient
-from sglang_fair.agent.steps import Steps, read_ahead
+from router.events import Answer as RouterAnswer
+from router.events import Exchange
+from sglang_fair.agent.steps import Answer, Do, Steps, read_ahead
 from sglang_fair.cluster.plan import PROGRAMS
-from sglang_fair.common.curve import Keys
+from sglang_fair.common import tls
+from sglang_fair.common.service_keys import replica_key
+from sglang_fair.common.swapping import HEADER_MODEL, HEADER_PROBE, PATH, seen
 from sglang_fair.models import checkpoint
+from sglang_fair.settings import protection
+from sglang_fair.settings.table import AgentSettings
 
 log = logging.getLogger("agent")
 
@@ -26,27 +32,110 @@ REPORT_S = 1.0
 DISK_BYTES_PER_S = 1e9
 """What is taken for a disk's speed until a model has been loaded."""
 
+LOOK_TIMEOUT_S = 10.0
+STEP_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 1800.0
+"""Of weights on a slow disk."""
+
+PROBE = {
+    "input_ids": [1, 2, 3, 4],
+    "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+}
+
+
+class ReplicaClient:
+    """The replica as its agent reaches it: HTTP requests for each step of `steps`."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, folders: Mapping[str, Path]) -> None:
+        """`folders` are the models' by name; all must be like the first, with which they are compared before each
+        load."""
+        self._session = session
+        self._url = url.rstrip("/")
+        self._folders = folders
+        self._first = next(iter(folders))
+        self._run = ""
+
+    async def do(self, do: Do) -> Answer:
+        """One step, and what came of it."""
+        try:
+            match do.step:
+                case "look":
+                    found = seen(await self._ask("GET", PATH, timeout_s=LOOK_TIMEOUT_S))
+                    self._run = found.run
+                    return Answer(found)
+                case "check":
+                    await asyncio.to_thread(self._check, do.model)
+                case "load":
+                    await self._load(do.model)
+                case "probe":
+                    headers = {HEADER_PROBE: self._run, HEADER_MODEL: do.model}
+                    answer = await self._ask("POST", "/generate", PROBE, headers)
+                    tokens = answer.get("output_ids") if isinstance(answer, Mapping) else None
+                    if not isinstance(tokens, list) or len(tokens) != 1:
+                        raise ValueError(f"it does not generate: {answer!r:.200}")
+                case _:
+                    await self._ask("POST", PATH, {"state": do.step, "model": do.model})
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            return Answer(error=f"{do.step}: {type(error).__name__}: {error}", is_gone=True)
+        except (ValueError, OSError) as error:
+            return Answer(error=str(error))
+        return Answer()
+
+    def _check(self, model: str) -> None:
+        """Raises ValueError or OSError for weights that are missing, damaged, or of another shape than the first
+        model's."""
+        ours = checkpoint.read(self._folders[model])
+        if self._first != model:
+            reason = checkpoint.difference(checkpoint.read(self._folders[self._first]), ours)
+            if reason is not None:
+                raise ValueError(reason)
+
+    async def _load(self, model: str) -> None:
+        """Exchanges the weights while SGLang stands still. Whatever of it has happened before may happen again."""
+        await self._ask("POST", "/pause_generation", {"mode": "retract"})
+        # An earlier agent's load may still be running. SGLang takes the answer to that for the answer to ours, so ours
+        # waits until the scheduler, which does one thing after the other, has answered this.
+        await self._ask("GET", "/fair", timeout_s=LOAD_TIMEOUT_S)
+        body = {"model_path": str(self._folders[model]), "load_format": "auto", "flush_cache": True}
+        answer = await self._ask("POST", "/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
+        if not isinstance(answer, Mapping) or answer.get("success") is not True:
+            raise ValueError(f"SGLang did not load it: {answer!r:.200}")
+        await self._ask("POST", "/flush_cache")
+        await self._ask("POST", "/continue_generation", {})
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = STEP_TIMEOUT_S,
+    ) -> Any:
+        """The answer, from JSON if it is JSON. Raises ValueError for another status than 200."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
+        async with self._session.request(
+            method, self._url + path, json=body, headers=headers, timeout=timeout
+        ) as response:
+            text = await response.text(errors="replace")
+            if response.status != 200:
+                raise ValueError(f"{path} answered {response.status}: {text[:300]}")
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
 
 class Agent:
     """One agent. `run` it until it is cancelled."""
 
-    def __init__(
-        self,
-        worker: str,
-        url: str,
-        router: str,
-        folders: Mapping[str, Path],
-        keys: Keys | None = None,
-        replica_tls: ssl.SSLContext | None = None,
-    ) -> None:
-        """Reads what is in the folders. With `keys`, the router must have its own; `replica_tls` is for an https://
-        address of the replica. ValueError and OSError for models that cannot share a server."""
-        self._client = RouterClient(router, keys, on_event=self._take)
+    def __init__(self, settings: AgentSettings, folders: Mapping[str, Path]) -> None:
+        """Reads what is in the models' folders. ValueError and OSError for models that cannot share a server."""
+        keys = protection.read_keys(settings.keys, "gateway")
+        self._client = RouterClient(settings.router, keys, on_event=self._take)
         self._exchanges: asyncio.Queue[Exchange] = asyncio.Queue()
-        self._replica_tls = replica_tls
-        self._worker, self._url = worker, url
-        self._folders = dict(folders)
-        self._checkpoints = checkpoint.alike(self._folders)
+        self._replica_tls = tls.believed(settings.replica_ca)
+        self._worker, self._url, self._folders = settings.worker, settings.replica, folders
+        self._checkpoints = checkpoint.alike(folders)
         self._sizes = {name: one.bytes for name, one in self._checkpoints.items()}
         self._steps = Steps({name: 0.05 + size / DISK_BYTES_PER_S for name, size in self._sizes.items()})
         self._changed = asyncio.Event()
@@ -60,12 +149,13 @@ class Agent:
 
     async def run(self) -> None:
         """Until it is cancelled."""
+        connector = aiohttp.TCPConnector(ssl=self._replica_tls or True)
         async with (
             self._client,
-            ReplicaClient(self._url, self._folders, next(iter(self._folders)), self._replica_tls) as replica,
+            aiohttp.ClientSession(headers=replica_key.headers(), connector=connector) as session,
             asyncio.TaskGroup() as tasks,
         ):
-            tasks.create_task(self._step(replica))
+            tasks.create_task(self._step(ReplicaClient(session, self._url, self._folders)))
             tasks.create_task(self._report())
             tasks.create_task(self._listen())
 
@@ -107,7 +197,7 @@ class Agent:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), REPORT_S)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: RouterAnswer) -> None:
         if isinstance(answer, Exchange) and answer.worker == self._worker:
             self._exchanges.put_nowait(answer)
 

@@ -26,9 +26,6 @@ Handle = Callable[[dict[str, Any], Say], Awaitable[dict[str, Any]]]
 """Carries out one request. Raises `Refused`."""
 
 MAX_LINE_BYTES = 1 << 16
-MAX_PEERS = 16
-REQUEST_S = 10.0
-"""Longest wait for a request on a connection, because the number of connections is limited."""
 
 
 class Refused(RuntimeError):
@@ -56,7 +53,6 @@ class Control:
         self._handle = handle
         self._server: asyncio.Server | None = None
         self._at_work: set[asyncio.Task[None]] = set()
-        self._peers = 0
 
     async def start(self) -> None:
         own_folder(self._path.parent)
@@ -81,13 +77,8 @@ class Control:
             if not writer.is_closing():
                 writer.write(json.dumps(answer).encode() + b"\n")
 
-        self._peers += 1
         try:
-            if self._peers > MAX_PEERS:
-                write({"error": "too many requests at a time"})
-                return
-            async with asyncio.timeout(REQUEST_S):
-                request = json.loads(await reader.readline())
+            request = json.loads(await reader.readline())
             if not isinstance(request, dict):
                 raise ValueError("not an object")
             work = asyncio.create_task(self._work(request, write))
@@ -96,12 +87,9 @@ class Control:
             await asyncio.wait([work])
         except ValueError as wrong:  # no JSON, or a line without end
             write({"error": f"not a request: {wrong}"})
-        except TimeoutError:
-            write({"error": f"not a request: nothing came for {REQUEST_S:g} s"})
         except OSError:  # the peer has gone
             pass
         finally:
-            self._peers -= 1
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()

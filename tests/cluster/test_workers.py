@@ -121,22 +121,6 @@ def test_what_is_no_request_is_refused(path: Path, line: bytes) -> None:
     run(body())
 
 
-def test_a_peer_that_says_nothing_is_sent_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "REQUEST_S", 0.05)
-
-    async def body() -> None:
-        async with controlled(path, echo) as made:
-            peers = [await asyncio.open_unix_connection(path) for _ in range(control.MAX_PEERS)]
-            for reader, writer in peers:
-                assert "nothing came" in json.loads(await reader.readline())["error"]
-                writer.close()
-            await until(lambda: not made._peers)
-            monkeypatch.setattr(control, "REQUEST_S", LIMIT_S)
-            assert await asyncio.to_thread(ask, path, {"do": "it", "says": 0}, print)
-
-    run(body())
-
-
 def test_a_request_whose_sender_has_gone_is_carried_out(path: Path) -> None:
     go_on, done = asyncio.Event(), asyncio.Event()
 
