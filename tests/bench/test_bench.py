@@ -1,24 +1,23 @@
-"""The scheduler benchmark: its cases and tables, and one short run on SGLang's real scheduler."""
+"""The benchmarks of our own cost: their traffic, a short run of each, and how one ends."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router.placement.qlm.problem import edf, worth
 from sglang_fair.bench import carry_out, gateway, percentile, queue, router
 from sglang_fair.cli import BENCHES
 from sglang_fair.engines.bench import scheduler
-from sglang_fair.engines.bench.scheduler import Prompts, QueueShape, table
+from sglang_fair.engines.bench.scheduler import Prompts, QueueShape
 from sglang_fair.settings.commands import run
-
-
-def row(policy: str, queued: int, step_ms: float) -> dict[str, Any]:
-    shape = {"queued": queued, "clients": 10, "prompt_tokens": 1000}
-    return {"policy": policy, **shape, "step_ms_p50": step_ms, "step_ms_p99": 2 * step_ms, "arrival_us": 5.0}
+from tests.support.tree_check import check
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_share_their_first_half():
@@ -32,13 +31,7 @@ def test_prompts_are_the_same_for_the_same_seed_and_share_their_first_half():
     assert len({client for client, _ in drawn}) == 10
 
 
-def test_the_table_has_a_line_per_policy_and_marks_what_was_not_measured():
-    text = table([row("dlpm", 128, 0.5), row("dlpm", 1000, 0.75), row("sglang:lpm", 128, 2.0)])
-    lines = text.splitlines()
-    assert next(line for line in lines if line.startswith("dlpm")).split() == [
-        "dlpm", "0.50", "(1.00)", "0.75", "(1.50)",
-    ]  # fmt: skip
-    assert next(line for line in lines if line.startswith("sglang:lpm")).split()[-1] == "-"
+LENGTHS = (200, 1_000)
 
 
 def test_percentiles_are_by_nearest_rank():
@@ -69,31 +62,127 @@ def test_bad_arguments_are_refused_in_one_line(
     assert said.err.startswith("sglang-fair bench x: ")
 
 
-@pytest.mark.engine
-def test_a_short_run_ends_with_one_line_of_json(tmp_path: Path):
-    file = tmp_path / "rows.json"
-    ended = subprocess.run(
-        [
-            sys.executable, "-m", BENCHES["scheduler"].module,
-            "--policies", "sglang:fcfs,sglang:lpm,dlpm", "--queued", "20,200", "--clients", "10",
-            "--prompt-tokens", "200", "--steps", "10", "--json", str(file),
-        ],
-        capture_output=True, text=True, timeout=200, check=True,
-    )  # fmt: skip
-    result = json.loads(ended.stdout.splitlines()[-1])
+# ---- short runs
+
+
+def short_run(bench: str, folder: Path, *words: str) -> dict[str, Any]:
+    """Its last line, which is also its file."""
+    file = folder / "result.json"
+    command = [sys.executable, "-m", BENCHES[bench].module, *words, "--json", str(file)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     assert result == json.loads(file.read_text())
-    assert result["bench"] == "scheduler"
+    assert result["bench"] == bench
+    return result
+
+
+@pytest.mark.engine
+def test_the_scheduler(tmp_path: Path) -> None:
+    policies = ("sglang:fcfs", "sglang:lpm", "dlpm")
+    result = short_run(
+        "scheduler", tmp_path, "--policies", ",".join(policies), "--queued", "20,200", "--clients", "10",
+        "--prompt-tokens", "200", "--steps", "10",
+    )  # fmt: skip
     assert result["cache"] == ["UnifiedRadixCache", "RustUnifiedTreeCore"]
     assert result["seed"] == 1
     assert [(row["policy"], row["queued"]) for row in result["rows"]] == [
-        ("sglang:fcfs", 20), ("sglang:lpm", 20), ("dlpm", 20),
-        ("sglang:fcfs", 200), ("sglang:lpm", 200), ("dlpm", 200),
-    ]  # fmt: skip
+        (policy, queued) for queued in (20, 200) for policy in policies
+    ]
     for row in result["rows"]:
         assert 0 < row["step_ms_p50"] <= row["step_ms_p99"]
         assert row["steps"] == 10
     shares = {(row["policy"], row["queued"]): row["cached_tokens_share"] for row in result["rows"]}
     assert shares["dlpm", 200] > 0.3
+
+
+@pytest.mark.slow
+def test_the_router(tmp_path: Path) -> None:
+    result = short_run(
+        "router", tmp_path, "--placements", "round_robin,d2lpm", "--workers", "2,3", "--prompt-tokens", "200,1000",
+        "--tree-tokens", "50000", "--decisions", "10",
+    )  # fmt: skip
+    assert {"seed", "versions", "machine", "bytes_per_token", "event_tokens_per_s"} < set(result)
+    assert [(row["placement"], row["workers"], row["prompt_tokens"]) for row in result["rows"]] == [
+        (placement, workers, tokens)
+        for workers in (2, 3)
+        for placement in ("round_robin", "d2lpm")
+        for tokens in (200, 1000)
+    ]
+    keys = {"placement", "prompt_tokens", "workers", "decisions_per_s", "us_p50", "us_p99"}
+    assert all(keys < set(row) for row in result["rows"])
+
+
+@pytest.mark.slow
+def test_the_queues(tmp_path: Path) -> None:
+    result = short_run("queue", tmp_path, "--requests", "2000")
+    assert result["requests"] == 2_000
+    assert [(one["groups"], one["queues"]) for one in result["plans"]] == list(queue.SIZES)
+    for one in result["plans"]:
+        assert one["late_s"] <= one["edf_late_s"]
+        assert one["plan_s"] > 0
+    measured = {"pull_us_p99", "arrive_us_p99", "end_us_p99", "look_ms", "bytes_per_request"}
+    assert all(measured < set(result[name]) for name in queue.PLACEMENTS)
+    assert result["deadline"]["look_ms"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
+def test_the_gateway(tmp_path: Path) -> None:
+    result = short_run("gateway", tmp_path, "--seconds", "1", "--rounds", "1")
+    assert result["rounds"] == 1
+    row = result["row"]
+    assert row["failed"] == 0
+    assert row["stream_tokens_per_s"] > row["max_rps"] > 0
+    assert row["cpu_ms_per_request"] > 0
+    assert row["cpu_us_per_token"] > 0
+    assert row["added_ms_p99"] >= row["added_ms_p50"]
+
+
+# ---- what is measured
+
+
+def test_the_problems_of_the_queues_are_seeded_and_cannot_be_solved_by_edf() -> None:
+    assert queue.a_problem(20, 4, 1) == queue.a_problem(20, 4, 1) != queue.a_problem(20, 4, 2)
+    one, other = queue.Site("deadline", 1), queue.Site("qlm", 1)
+    assert [one.request() for _ in range(5)] == [other.request() for _ in range(5)]
+    for groups, queues in queue.SIZES:
+        problem = queue.a_problem(groups, queues, 1)
+        assert worth(problem, edf(problem)).late_s > 50
+
+
+def test_traffic_of_the_router_is_the_same_for_the_same_seed():
+    first, again, other = (router.Traffic(seed, 8, LENGTHS) for seed in (1, 1, 2))
+    drawn = [list(islice(traffic.conversations(), 10)) for traffic in (first, again, other)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert first.request(200) == again.request(200)
+
+
+def test_a_prompt_is_a_cached_head_and_as_much_of_its_own():
+    traffic = router.Traffic(1, 8, LENGTHS)
+    for prompt_tokens in LENGTHS:
+        arrive, head = traffic.request(prompt_tokens)
+        assert len(arrive.tokens) == 4 * prompt_tokens
+        assert arrive.tokens.startswith(head.tokens)
+        assert len(head.tokens) // 4 == prompt_tokens // 2 - prompt_tokens // 2 % router.PAGE
+        assert len(head.hashes) * router.PAGE * 4 == len(head.tokens)
+
+
+@pytest.mark.slow
+def test_the_tree_is_filled_to_its_size_and_decisions_keep_it_there():
+    traffic = router.Traffic(1, 4, LENGTHS)
+    routed, rate = router.filled("d2lpm", traffic, 60_000)
+    assert 59_000 < routed.tree.tokens <= 60_000
+    assert rate > 0
+    check(routed.tree)
+    found = router.measure(routed, traffic, 1_000, decisions=100, warm_up=20)
+    check(routed.tree)
+    assert routed.state()["in_flight"] == 0
+    assert routed.tree.tokens <= 60_000
+    assert routed.tree.evicted_tokens > 0
+    assert found["placement"] == "d2lpm"
+    assert 0 < found["us_p50"] <= found["us_p99"] <= found["us_max"]
+    assert 0.2 < found["matched_share"] < 0.5
 
 
 # ---- how a bench ends

@@ -25,12 +25,6 @@ COST = st.sampled_from(EXAMPLES)
 TOKENS = st.integers(0, 1500)
 
 
-def cuts(total: int, pieces: int, rng: random.Random) -> list[int]:
-    """`total` in `pieces` parts, some of them empty."""
-    marks = sorted(rng.randint(0, total) for _ in range(pieces - 1))
-    return [end - start for start, end in zip([0, *marks], [*marks, total], strict=True)]
-
-
 def charges(
     cost: Cost, extends: Sequence[int], outputs: Sequence[int], cached: int
 ) -> list[tuple[int, int, float]]:
@@ -49,18 +43,6 @@ def charges(
 @given(COST, TOKENS)
 def test_nothing_computed_costs_nothing(cost: Cost, cached: int) -> None:
     assert cost(0, 0) == cost(0, 0, cached) == 0
-
-
-@given(COST, TOKENS, TOKENS, TOKENS, st.integers(1, 9), st.integers(0, 2**32))
-def test_charges_sum_to_the_function_however_the_work_is_cut(
-    cost: Cost, extend: int, output: int, cached: int, pieces: int, seed: int
-) -> None:
-    rng = random.Random(seed)
-    parts = charges(cost, cuts(extend, pieces, rng), cuts(output, pieces, rng), cached)
-    assert all(units >= 0 for _, _, units in parts)
-    assert math.fsum(units for _, _, units in parts) == pytest.approx(
-        cost(extend, output, cached), rel=1e-12, abs=1e-9
-    )
 
 
 @given(COST, TOKENS, TOKENS, TOKENS)

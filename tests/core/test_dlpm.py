@@ -21,14 +21,13 @@ from tests.support.budget import examples
 from tests.support.engine_model import (
     ClientHabit,
     EngineCase,
-    EngineModel,
     Traffic,
     cases,
     engine_of,
     run,
     traced,
 )
-from tests.support.twins import Literal, Twins
+from tests.support.twins import Both, Literal, Script
 
 QUANTA = st.sampled_from([1, 3, 10, 25, 80, 400])
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"})
@@ -119,129 +118,22 @@ class LiteralDlpm(Literal):
         return kept == above and policy.counters() == {c: min(q, self.quantum) for c, q in self.q.items()}
 
 
-@settings(DLPM, max_examples=examples(100))
-@given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32), newcomers=st.sampled_from([0, 4]))
-def test_counted_rounds_are_the_literal_rounds(quantum, seed, newcomers):
+@settings(DLPM, max_examples=examples(250))
+@given(
+    quantum=st.integers(1, 40),
+    seed=st.integers(0, 2**32),
+    newcomers=st.sampled_from([0, 1, 4]),
+    clients=st.sampled_from(["abcd", ascii_letters]),
+    holds=st.booleans(),
+)
+def test_counted_rounds_are_the_literal_rounds(quantum, seed, newcomers, clients, holds):
+    """New clients start with a quantum within their limit, and held requests stay in the queue."""
     literal = LiteralDlpm(quantum=quantum, newcomers=newcomers)
-    Twins(Dlpm(quantum=quantum, newcomers=newcomers), literal, seed).run(100)
+    both = Both(Dlpm(quantum=quantum, newcomers=newcomers), literal)
+    Script(both, seed, clients=clients, holds=holds).run(120)
 
 
-@settings(DLPM, max_examples=examples(50))
-@given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32), newcomers=st.integers(0, 4))
-def test_new_clients_start_with_a_quantum_within_their_limit(quantum, seed, newcomers):
-    literal = LiteralDlpm(quantum=quantum, newcomers=newcomers)
-    Twins(Dlpm(quantum=quantum, newcomers=newcomers), literal, seed, clients=ascii_letters).run(150)
-
-
-@settings(DLPM, max_examples=examples(100))
-@given(quantum=st.integers(1, 40), seed=st.integers(0, 2**32))
-def test_rounds_are_literal_while_requests_are_held(quantum, seed):
-    Twins(Dlpm(quantum=quantum), LiteralDlpm(quantum=quantum), seed, holds=True).run(100)
-
-
-# ---- whole steps of Algorithm 1
-
-
-# ---- the invariants and theorems (DLPM §4, appendix A)
-
-
-@dataclass
-class Counters:
-    """q of every client after every event, its replenishments so far, and what it was given."""
-
-    replica: EngineModel
-    case: EngineCase
-    quantum: int
-    known: set[str] = field(default_factory=set)
-    q: list[dict[str, float]] = field(default_factory=list)
-    refills: list[dict[str, float]] = field(default_factory=list)
-    service: list[dict[str, float]] = field(default_factory=list)
-    waiting: list[set[str]] = field(default_factory=list)
-
-    def __call__(self) -> None:
-        policy = self.replica.queue.policy
-        assert isinstance(policy, Dlpm)
-        q = {client: policy.deficit(client) for client in self.case.clients}
-        service = {client: self.replica.service[client] for client in self.case.clients}
-        refills = dict.fromkeys(self.case.clients, 0.0)
-        if self.q:
-            for client in self.case.clients:
-                gained = q[client] - self.q[-1][client] + service[client] - self.service[-1][client]
-                if client in policy.counters() and client not in self.known:
-                    gained = 0  # a newcomer's quantum
-                refills[client] = self.refills[-1][client] + gained / self.quantum
-        self.known = set(policy.counters())
-        self.q.append(q)
-        self.refills.append(refills)
-        self.service.append(service)
-        self.waiting.append({client for client in self.case.clients if self.replica.waiting[client]})
-
-    @property
-    def largest_debt(self) -> float:
-        """U: one prompt, and the outputs that all running requests of a client may make."""
-        cost = self.replica.queue.account.cost
-        return cost(self.case.longest_prompt, 0) + cost(0, self.case.pool_tokens)
-
-
-def counted(case: EngineCase, quantum: int) -> Counters:
-    kept: list[Counters] = []
-
-    def watch(replica: EngineModel) -> Counters:
-        kept.append(Counters(replica, case, quantum))
-        return kept[0]
-
-    run(case, Dlpm(quantum=quantum), watch=watch)
-    return kept[0]
-
-
-@DLPM
-@given(case=cases(), quantum=QUANTA)
-def test_counters_stay_between_minus_u_and_the_quantum(case, quantum):
-    """I1 and I2 (equations 1, 2); with the U that was seen, which is far below the worst case."""
-    counters = counted(case, quantum)
-    account = counters.replica.queue.account
-    seen = account.cost(account.largest_input_tokens, 0) + account.cost(0, account.largest_owed_tokens)
-    assert seen <= counters.largest_debt
-    for q in counters.q:
-        assert all(-seen < units <= quantum for units in q.values())
-
-
-@DLPM
-@given(case=cases(), quantum=QUANTA)
-def test_who_waits_is_replenished_as_often_as_anybody(case, quantum):
-    """I3: equally often as whoever waits too, at least as often as whoever does not."""
-    counters = counted(case, quantum)
-    for f in case.clients:
-        for g in case.clients:
-            least = None
-            for refills, waiting in zip(counters.refills, counters.waiting, strict=True):
-                lead = refills[g] - refills[f]
-                if f in waiting:
-                    least = lead if least is None else min(least, lead)
-                    assert lead <= least
-                else:
-                    least = None
-
-
-@DLPM
-@given(case=cases(), quantum=QUANTA)
-def test_service_is_whole_quanta_up_to_the_counter(case, quantum):
-    """T1 (theorem A.1): |W - K·Qu| <= max(Qu, U) from q = 0 on, < U + Qu from anywhere."""
-    counters = counted(case, quantum)
-    u = counters.largest_debt
-    for client in case.clients:
-        start = None
-        for now, waiting in enumerate(counters.waiting):
-            refills = counters.refills[now][client]
-            assert refills == int(refills) >= 0
-            if client not in waiting:
-                start = None
-                continue
-            start = now if start is None else start
-            rounds = refills - counters.refills[start][client]
-            off = counters.service[now][client] - counters.service[start][client] - rounds * quantum
-            assert abs(off) < u + quantum
-            assert counters.q[start][client] != 0 or abs(off) <= max(quantum, u)
+# ---- the theorems (DLPM §4, appendix A)
 
 
 @settings(DLPM, max_examples=examples(80))
@@ -337,16 +229,6 @@ def serve(policy: Dlpm, client: str, units: float) -> None:
     policy.idle(client)
 
 
-def test_debts_and_credits_are_remembered():
-    policy = Dlpm(quantum=10, newcomers=0)
-    serve(policy, "a", 25)
-    assert policy.counters() == {"a": -15}
-    serve(policy, "b", 1)
-    assert policy.counters() == {"a": -5, "b": 9}
-    serve(policy, "c", 1)
-    assert policy.counters() == {"a": 5, "b": 9, "c": 9}
-
-
 def test_being_forgotten_never_pays():
     """Credit beyond `remembered_clients` is dropped, the longest absent first, debts never; and then a client
     that is not known gets no more than any that was dropped had left."""
@@ -377,28 +259,6 @@ def test_a_debtor_is_absent_with_credit_from_the_round_that_pays_it(passes_begin
         policy.release()
     policy.idle("late")
     assert sorted(policy.counters()) == ["late", "poor"]
-
-
-def names_before_the_cold_one(policy: Dlpm) -> int:
-    """A cold client waits beside an endless row of new names with a hot prefix: how many go first."""
-    policy.arrive(Job("first", "known"))
-    policy.leave(policy.pick())
-    policy.charge("known", 1)
-    policy.arrive(cold := Job("cold", "known"))
-    for number in range(1000):
-        policy.arrive(Job(str(number), f"name{number}", arrival=number, prefix_tokens=5))
-        policy.arrive(Job(str(number), f"spare{number}", arrival=number, prefix_tokens=5))
-        policy.release()
-        if (job := policy.pick()) is cold:
-            return number
-        policy.leave(job)
-        policy.charge(job.client, 6)
-    return 1000
-
-
-def test_new_names_starve_nobody():
-    assert names_before_the_cold_one(Dlpm(quantum=10, newcomers=0)) == 0
-    assert names_before_the_cold_one(Dlpm(quantum=10)) <= AT_ONCE
 
 
 @dataclass
@@ -553,7 +413,7 @@ def test_a_flood_of_new_names_gets_its_part_and_no_more(
     assert flood.most_accounts <= 5 + at_once + while_in_debt * names_a_round
 
 
-def test_names_that_abort_as_they_wait_use_nothing_up():
+def test_so_many_new_names_are_welcome_and_those_that_abort_as_they_wait_use_nothing_up():
     """Regression: a quantum was set aside for each, and its account was kept."""
     policy = Dlpm(quantum=10)
     for number in range(1000):
@@ -563,28 +423,9 @@ def test_names_that_abort_as_they_wait_use_nothing_up():
     assert not policy.counters()
     policy.arrive(Job("last", "welcome", arrival=1000))
     assert policy.deficit("welcome") == 10
-
-
-def test_a_name_is_known_by_a_request_that_is_admitted_after_a_round_and_by_nothing_else():
-    """Or a flood of names with two requests each would let in what it costs, over and over."""
-    policy = Dlpm(quantum=10)
-
-    def lets_in(units: int, *, admits: bool = True) -> float:
-        policy.arrive(job := Job("", "name"))
-        policy.leave(job)
-        if admits:
-            policy.admitted(job)
-        before = policy._new.left
-        policy.charge("name", units)
-        return policy._new.left - before
-
-    assert lets_in(15) == -5, "beyond its welcome"
-    assert lets_in(30) == -30, "no round has passed"
-    policy.arrive(waits := Job("", "name"))
-    assert policy.pick() is waits, "and now some have"
-    policy.leave(waits)
-    assert lets_in(100, admits=False) == -100, "it gave two requests up"
-    assert lets_in(10) == 4 * 10
+    for number in range(1, AT_ONCE + 1):
+        policy.arrive(Job(f"stays {number}", f"stays {number}", arrival=1000 + number))
+    assert [policy.deficit(f"stays {number}") for number in (1, AT_ONCE - 1, AT_ONCE)] == [10, 10, 0]
 
 
 def test_what_is_charged_ahead_and_given_back_changes_no_allowance():

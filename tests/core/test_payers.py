@@ -141,22 +141,6 @@ def assert_consistent(payers: Payers) -> None:
 PROMPT = path_of(None, list(range(64)), 1)
 
 
-def charged(rule: str, users: str) -> Counter[str]:
-    """What each client pays when `users` send the same prompt of 64 units one after another."""
-    ours = Ours(Payers(rule, 1))
-    for number, client in enumerate(users):
-        ours.request(client, PROMPT, 64 if number else 0, 64, 1.0)
-    return ours.charges
-
-
-@given(users=st.text("abc", min_size=1, max_size=300))
-def test_uses_wait_for_the_next_settlement_but_no_longer_than_an_eighth(users):
-    charges, uses = charged(PER_USE, users), Counter(users)
-    assert sum(charges.values()) == pytest.approx(64)
-    for client, count in uses.items():
-        assert abs(charges[client] - 64 * count / len(users)) <= 64 / 8
-
-
 def test_settlements_grow_apart():
     """Or each use of a popular prefix would touch all its users."""
     payers, settled = Payers(PER_USE, 1), 0

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -24,6 +23,7 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.slo import LARGEST_EVICTIONS
 from tests.support.budget import examples
 from tests.support.engine_model import ClientHabit, EngineCase, EngineModel, Request, Traffic
+from tests.support.twins import Script
 
 CONFORMANCE = settings(max_examples=examples(20))
 every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
@@ -39,117 +39,6 @@ SMALL = {"remembered_clients": 2, "limit": 5, "min_quantum": 2, "max_quantum": 2
 def make(name: str, quantum: float = 20) -> Policy:
     options = {option: SMALL[option] for option in options_of(name) if option in SMALL}
     return make_policy(name, quantum=quantum, weights=Weights({"b": 2.0}), **options)
-
-
-class Script:
-    """Random legal calls to one policy, and what it must still know. `rename` says what clients are called.
-
-    `before_pick` is a second caller's noise, right before each pick.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        seed: int,
-        *,
-        holds: bool = True,
-        rename: Callable[[str], str] = str,
-        before_pick: Callable[["Script"], None] | None = None,
-    ) -> None:
-        self.policy, self.random, self.holds, self.rename = policy, Random(seed), holds, rename
-        self.before_pick = before_pick
-        self.waiting: dict[int, Job] = {}
-        self.held: list[Job] = []
-        self.running: list[Job] = []
-        self.arrivals = 0
-        self.now_s = 0.0
-        self.picks: list[int | None] = []
-
-    def run(self, steps: int = 80) -> "Script":
-        for _ in range(steps):
-            self.step()
-        return self
-
-    def step(self) -> None:
-        random = self.random
-        self.now_s += random.choice([0, 0.5, 3])
-        self.policy.tick(self.now_s)
-        event = random.choice(["arrive"] * 4 + ["admit"] * 4 + ["output", "end", "abort", "rematch"])
-        event = random.choice([event] * 4 + ["hold", "release"]) if self.holds else event
-        if event == "arrive":
-            self.arrive(random.choice("abcd"), random.randrange(4))
-        elif event in ("admit", "hold"):
-            job = self.pick()
-            if job is not None and event == "hold":
-                self.hold(job)
-            elif job is not None:
-                self.admit(job, random.randint(1, 25))
-        elif event == "output" and self.running:
-            self.policy.charge(random.choice(self.running).client, random.randint(1, 9))
-        elif event == "end" and self.running:
-            job = self.running.pop(random.randrange(len(self.running)))
-            self.tell_if_idle(job.client)
-        elif event == "abort" and self.waiting:
-            self.abort(random.choice(list(self.waiting.values())))
-        elif event == "rematch" and self.waiting:
-            job = random.choice(list(self.waiting.values()))
-            job.prefix_tokens = random.randrange(4)
-            self.policy.rematch(job)
-        elif event == "release":
-            self.release()
-
-    def arrive(self, client: str, prefix_tokens: int = 0) -> Job:
-        self.arrivals += 1
-        job = Job(
-            f"id{self.arrivals}", self.rename(client), arrival=self.arrivals, prefix_tokens=prefix_tokens
-        )
-        job.prompt_tokens = prefix_tokens + 2
-        if self.policy.refuses(job) is None:
-            self.waiting[job.arrival] = job
-            self.policy.arrive(job)
-        return job
-
-    def pick(self) -> Job | None:
-        """Checks what is true of every pick."""
-        if self.before_pick is not None and not self.held:
-            self.before_pick(self)
-        job = self.policy.pick()
-        assert self.policy.pick() is job, "a second look changed the answer"
-        if job is not None:
-            assert self.waiting.get(job.arrival) is job
-            assert job not in self.held
-        elif not self.held:
-            assert not self.waiting, "requests wait, none is held, and none is offered"
-        self.picks.append(None if job is None else job.arrival)
-        return job
-
-    def hold(self, job: Job) -> None:
-        self.held.append(job)
-        self.policy.hold(job)
-
-    def release(self) -> None:
-        self.held.clear()
-        self.policy.release()
-
-    def admit(self, job: Job, units: int) -> None:
-        self._drop(job)
-        self.policy.charge(job.client, units)
-        job.cached_tokens = job.prefix_tokens
-        self.policy.admitted(job)
-        self.running.append(job)
-
-    def abort(self, job: Job) -> None:
-        self._drop(job)
-        self.tell_if_idle(job.client)
-
-    def tell_if_idle(self, client: str) -> None:
-        if all(job.client != client for job in (*self.waiting.values(), *self.running)):
-            self.policy.idle(client)
-
-    def _drop(self, job: Job) -> None:
-        del self.waiting[job.arrival]
-        self.held = [other for other in self.held if other is not job]
-        self.policy.leave(job)
 
 
 @every_policy
@@ -187,13 +76,6 @@ def test_only_a_held_client_whose_turn_it_is_stops_a_pass(name, seed):
             script.admit(job, 11)
     else:
         assert script.pick() is None
-
-
-@every_policy
-@CONFORMANCE
-@given(seed=seeds)
-def test_the_same_events_give_the_same_picks(name, seed):
-    assert Script(make(name), seed).run().picks == Script(make(name), seed).run().picks
 
 
 @every_policy

@@ -15,7 +15,7 @@ from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.rpm import Rpm
 from tests.support.budget import examples
 from tests.support.engine_model import EngineModel, Traffic, cases
-from tests.support.twins import Literal, Twins
+from tests.support.twins import Both, Literal, Script
 
 RPM = settings(max_examples=examples(40))
 WEIGHTS = st.fixed_dictionaries({name: st.sampled_from([0.1, 0.5, 1.0, 2.5]) for name in "abcd"})
@@ -81,49 +81,7 @@ def test_picks_and_refusals_are_those_of_the_definition(limit, delays, weights, 
     """So nobody is delayed or refused who is below the limit, and the order is arrival, within a client too."""
     fast = Rpm(limit, "delay" if delays else "refuse", Weights(weights))
     slow = LiteralRpm(limit=limit, delays=delays, weights=weights)
-    Twins(fast, slow, seed, holds=holds).run(120)
-
-
-def admissions(policy: Rpm, moments: list[tuple[float, str]]) -> dict[str, list[float]]:
-    """When each client's requests were accepted and admitted, by an engine that looks at every half second and
-    takes everybody at once."""
-    queue, now_s = FairQueue(policy), 0.0
-    admitted: dict[str, list[float]] = {"a": [], "b": []}
-    last: Counter[str] = Counter()
-
-    def drain(until_s: float) -> None:
-        for moment_s in [half / 2 for half in range(floor(now_s * 2) + 1, floor(until_s * 2) + 1)] + [
-            until_s
-        ]:
-            queue.tick(moment_s)
-            queue.begin_pass()
-            while (job := queue.next()) is not None:
-                assert job.arrival > last[job.client], "overtaken within its client"
-                last[job.client] = job.arrival
-                queue.admit(job, extend_tokens=1, cached_tokens=0)
-                queue.finish(job.id)
-                admitted[job.client].append(moment_s)
-
-    for number, (gap_s, client) in enumerate(moments):
-        drain(now_s + gap_s)
-        now_s += gap_s
-        queue.tick(now_s)
-        if queue.refuses(job := Job(str(number), client)) is None:
-            queue.arrive(job)
-    drain(now_s)
-    if policy.excess == "delay":
-        drain(now_s + 62 * len(moments))
-        assert len(queue) == 0, "delayed for ever"
-    return admitted
-
-
-@RPM
-@given(moments=MOMENTS, limit=st.integers(1, 4), delays=st.booleans())
-def test_no_minute_has_more_than_the_limit(moments, limit, delays):
-    """Any 60 seconds, wherever they begin."""
-    policy = Rpm(limit, "delay" if delays else "refuse")
-    for times_s in admissions(policy, moments).values():
-        assert all(late - early >= 60 for early, late in zip(times_s, times_s[limit:], strict=False))
+    Script(Both(fast, slow), seed, holds=holds, delays=delays).run(120)
 
 
 @RPM

@@ -277,19 +277,6 @@ def test_a_request_waits_for_n_times_its_own_and_the_bound_at_most(others, quant
     assert waits.worst <= 1 + 1e-9
 
 
-def test_new_names_count_in_n():
-    """Without that premise the bound is false: a flood of new names, of which each takes little, keeps a known client
-    waiting for more than two clients' part."""
-    flood = Adversary(0.001, 6, 1, 4, 1, renames=True)
-    replica, waits = against([flood], make_policy("slo", quantum=1), HONEST, steps=60)
-    assert waits.names > 20
-    assert waits.worst <= 1
-    served = sum(units for name, units in replica.service.items() if name != "0")
-    assert served > 2 * replica.queue.account.bound(), (
-        "two clients would have had no more beside one that waits"
-    )
-
-
 class Order:
     """Watches: of each client, nobody is admitted before a more urgent one of its own."""
 

@@ -22,8 +22,8 @@ from sglang_fair.core.throttle import (
 COUNTS: tuple[Counts, ...] = get_args(Counts)
 
 
-def overloaded(throttle: Throttle, now_s: float, part: float = 1.0) -> None:
-    throttle.overload.report("r0", round(1000 * part), 0, 1000, now_s)
+def overloaded(throttle: Throttle, now_s: float) -> None:
+    throttle.overload.report("r0", 1000, 0, 1000, now_s)
 
 
 def test_an_app_s_limit_may_be_that_of_all_together() -> None:

@@ -16,8 +16,6 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
-LIMIT_S = 120
-
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[Replica]:

@@ -27,6 +27,11 @@ def test_it_goes_on_behind_any_part_of_it_as_if_it_had_not_been_cut(
     assert set(np.frombuffer(whole, "<u4")) <= set(LETTERS)
 
 
+def test_answers_stay_what_they_are_and_keep_to_a_vocabulary() -> None:
+    assert answer(b"", 4).hex() == "71000000660000007800000076000000"
+    assert set(np.frombuffer(answer(b"", 100, range(5, 7)), dtype="<u4").tolist()) == {5, 6}
+
+
 @given(st.lists(TOKENS, max_size=50), st.integers(0, 31), st.integers(123, 200))
 def test_another_prompt_has_another_answer(prompt: list[int], one: int, other: int) -> None:
     assert answer(packed([*prompt, one]), 40) != answer(packed([*prompt, other]), 40)

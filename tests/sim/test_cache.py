@@ -1,12 +1,11 @@
 """The simulated replica's prefix cache beside a plain one, and its events beside what it has."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_fair.sim.answers import answer
 from sglang_fair.sim.cache import Node, PrefixCache, Removed
 
 PAGE = 2
@@ -181,18 +180,3 @@ def follow(cache: PrefixCache, known: dict[int, Tokens]) -> None:
         for at, name in enumerate(event.hashes):
             assert name not in known
             known[name] = head + tokens[: (at + 1) * event.block_tokens]
-
-
-def some(prompts: int) -> Iterator[bytes]:
-    return (packed(tuple(range(n, n + 5))) for n in range(prompts))
-
-
-def test_an_answer_depends_on_its_prompt_alone_and_begins_with_a_shorter_one():
-    answers = [answer(prompt, 40) for prompt in some(20)]
-    assert len(set(answers)) == 20
-    assert answers == [answer(prompt, 40) for prompt in some(20)]
-    assert all(answer(prompt, 9) == whole[:36] for prompt, whole in zip(some(20), answers, strict=True))
-    tokens = np.frombuffer(b"".join(answers), dtype="<u4")
-    assert set(tokens.tolist()) == set(range(97, 123))
-    assert answer(b"", 4).hex() == "71000000660000007800000076000000"  # for ever
-    assert set(np.frombuffer(answer(b"", 100, range(5, 7)), dtype="<u4").tolist()) == {5, 6}

@@ -156,15 +156,6 @@ def test_the_last_token_of_a_prompt_is_always_computed():
     assert ended["again"].cached_tokens == 60
 
 
-def test_a_prompt_whose_prefix_is_being_computed_waits_for_it():
-    replica = new(replace(SMALL, chunked_prefill_tokens=None), Dlpm(), events=False)
-    shared = packed(*range(64))
-    replica.arrive(request("x", shared + packed(1, 2), 8), 0.0)
-    replica.arrive(request("y", shared + packed(3, 4), 8), 0.0)
-    ended = finished(drain(replica))
-    assert (ended["x"].cached_tokens, ended["y"].cached_tokens) == (0, 64)
-
-
 def test_what_can_never_fit_is_refused_and_a_longer_answer_is_cut():
     replica = new(replace(SMALL, kv_tokens=400))
     (refused,) = replica.arrive(request("long", 395, 1), 0.0)
@@ -226,36 +217,6 @@ def test_a_request_is_given_up_inside_its_prompt():
 
 
 # ---- memory
-
-
-def test_those_with_the_least_output_are_taken_back_when_memory_runs_out():
-    """Two answers of 60 tokens do not fit; the later one starts again, first in line, with what it has written."""
-    tight = replace(SMALL, kv_tokens=128, new_token_ratio=0.1, least_new_token_ratio=0.1)
-    replica = new(tight, Vtc())
-    replica.arrive(request("early", 20, 60, "a"), 0.0)
-    replica.arrive(request("late", 20, 60, "b"), 4.5)
-    events = drain(replica)
-    ended = finished(events)
-    assert replica.meters.retractions == 1
-    assert ended["early"].t_s < ended["late"].t_s
-    assert [ended[name].output_tokens for name in ("early", "late")] == [60, 60]
-    usage = replica.queue.account.ledger.usage
-    assert (usage("a").extend_tokens, usage("b").extend_tokens) == (20, 20)
-    assert usage("(system)").extend_tokens > 0
-    assert replica.queue.account.ledger.ok
-    counts = [event.output_tokens for event in events if isinstance(event, Progress) and event.id == "late"]
-    assert counts == sorted(set(counts))
-    replica.check_pool()
-
-
-def test_reserved_output_keeps_requests_waiting_where_ends_are_ignored():
-    settings = replace(SMALL, kv_tokens=128, ignore_eos=True)
-    replica = new(settings)
-    for name in ("x", "y"):
-        replica.arrive(request(name, 20, 60), 0.0)
-    ended = finished(drain(replica))
-    assert replica.meters.retractions == 0
-    assert ended["y"].t_s == 2 * ended["x"].t_s
 
 
 # ---- any traffic

@@ -16,7 +16,7 @@ Service is metered here a second time, from what the engine computed, so that th
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, permutations
 from random import Random
 
 from hypothesis import strategies as st
@@ -162,8 +162,6 @@ class EngineModel:
         """Requests that the policy did not let in."""
         self.candidate: Job | None = None
         """Whom the last pass stopped at because it did not fit; None if the pass ended for another reason."""
-        self.out_of_budget = False
-        """The last pass stopped because the step was full of prompt tokens."""
         self.passed_over: list[Job] = []
         """Who still waited when the last pass ended for neither reason: nobody was offered any more."""
         self.watchers: list[Watcher] = []
@@ -260,23 +258,17 @@ class EngineModel:
         self.admission.retract(running.job)
         self._happened()
 
-    @property
-    def free_tokens(self) -> int:
-        return self.pool_tokens - sum(entry.request.reserved_tokens for entry in self._running.values())
-
     def fits(self, request: Request) -> bool:
-        return request.reserved_tokens <= self.free_tokens
+        reserved = sum(entry.request.reserved_tokens for entry in self._running.values())
+        return request.reserved_tokens <= self.pool_tokens - reserved
 
     def is_here(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def is_running(self, request_id: str) -> bool:
-        return request_id in self._running
-
     def _form_batch(self) -> list[Running]:
         most = self.admission.chunk_tokens()
         left = min(each for each in (self.step_tokens, most, 1 << 60) if each is not None)
-        self.candidate, self.out_of_budget, self.passed_over = None, False, []
+        self.candidate, self.passed_over = None, []
         batch: list[Running] = []
         if (running := self._chunked) is not None and self.admission.goes_on(running.job):
             tokens = self.admission.chunk_of(
@@ -300,9 +292,9 @@ class EngineModel:
             running = Running(request, job, matched)
             left -= self._compute(running, left, first=True)
             batch.append(running)
-        self.out_of_budget = left <= 0 or self._chunked is not None
-        self.admission.end_pass(MEMORY if self.candidate else PROMPTS if self.out_of_budget else None)
-        if self.candidate is None and not self.out_of_budget:
+        is_full = left <= 0 or self._chunked is not None
+        self.admission.end_pass(MEMORY if self.candidate else PROMPTS if is_full else None)
+        if self.candidate is None and not is_full:
             self.passed_over = list(self.queue.waiting())
         return batch
 
@@ -591,47 +583,25 @@ class Trace:
 
     def gap_between_backlogged(self) -> float:
         """The largest |W_f - W_g| over all intervals in which both have requests waiting all the time."""
-        worst = 0.0
-        for f in range(len(self.clients)):
-            for g in range(f):
-                least = most = None
-                for row in self.rows:
-                    if not (row.waiting[f] and row.waiting[g]):
-                        least = most = None
-                        continue
-                    lead = row.service[f] - row.service[g]
-                    least = lead if least is None else min(least, lead)
-                    most = lead if most is None else max(most, lead)
-                    worst = max(worst, lead - least, most - lead)
-        return worst
+        return self.worst_lead(both=True)
 
     def lag_of_backlogged(self) -> float:
         """The largest W_g - W_f over all intervals in which f has requests waiting all the time, any g."""
-        worst = 0.0
-        for f in range(len(self.clients)):
-            for g in range(len(self.clients)):
-                least = None
-                for row in self.rows:
-                    if not row.waiting[f]:
-                        least = None
-                        continue
-                    lead = row.service[g] - row.service[f]
-                    least = lead if least is None else min(least, lead)
-                    worst = max(worst, lead - least)
-        return worst
+        return self.worst_lead(both=False)
 
-    def lag_behind_mean(self) -> float:
-        """The largest T/n - W_f over all intervals in which f has requests waiting, T all service given."""
-        worst, count = 0.0, len(self.clients)
-        for f in range(count):
+    def worst_lead(self, *, both: bool, bounds: Sequence[float] | None = None) -> float:
+        """The largest W_g - W_f over all intervals in which f waits, and g too if `both`; in units of the bound that
+        was read at its end if there are `bounds`."""
+        worst = 0.0
+        for f, g in permutations(range(len(self.clients)), 2):
             least = None
-            for row in self.rows:
-                if not row.waiting[f]:
+            for number, row in enumerate(self.rows):
+                if not row.waiting[f] or (both and not row.waiting[g]):
                     least = None
                     continue
-                lead = sum(row.service) / count - row.service[f]
+                lead = row.service[g] - row.service[f]
                 least = lead if least is None else min(least, lead)
-                worst = max(worst, lead - least)
+                worst = max(worst, (lead - least) / (max(bounds[number], 1e-9) if bounds else 1))
         return worst
 
     def service_before_dispatch(self) -> float:

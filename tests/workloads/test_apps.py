@@ -7,7 +7,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from workloads.apps import APPS, BY_NAME, Crowd, client
+from workloads.apps import APPS, BY_NAME, Crowd
 from workloads.arrivals import EvenArrivals
 from workloads.clients import Client
 from workloads.programs import Call, Execution, Outcome, Program, Reply
@@ -133,22 +133,6 @@ def test_nothing_is_left_behind_by_what_was_given_up() -> None:
     replica.check_pool()
     [router] = simulation.routers
     assert router.state()["in_flight"] == 0
-
-
-@pytest.mark.slow
-def test_a_throttled_cluster_refuses_first_calls_of_the_flood_alone() -> None:
-    site = Site(**SMALL, policy="wsc", throttle="oit", limits={"user": 20})
-    flood = client("flood", BY_NAME["app12"], EvenArrivals(20.0), "s", well_behaved=False)
-    agents = slow("agents", 3, 20)
-    run = simulate(site, [flood, agents], Plan(60.0, drain_s=None, program_timeout_s=30.0))
-    of_flood, of_agents = totals(run, ["flood"]), totals(run, ["agents"])
-    assert of_flood.throttled > 100
-    assert of_flood.cut == of_agents.cut == 0
-    assert of_flood.wasted["throttled"] == of_agents.wasted["throttled"] == 0
-    blind = simulate(
-        Site(**SMALL, throttle="rpm", limits={"user": 20}), [flood, agents], Plan(60.0, drain_s=None)
-    )
-    assert totals(blind, ["agents"]).cut > 0, "a fixed limit cuts interactions"
 
 
 # ---- measures from records

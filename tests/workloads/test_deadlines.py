@@ -10,7 +10,7 @@ import pytest
 from router.placement.contract import Equipment, Request
 from router.radix import RadixTree
 from sglang_fair.common.deadlines import Promise
-from workloads.deadlines.run import Served, attained, by, measure, percentile, simulate
+from workloads.deadlines.run import Served, attained, measure, percentile, simulate
 from workloads.deadlines.traffic import LONGEST_TOKENS, OUTPUT_MEAN, PROMPT_MEAN, Asked, Stream, requests
 from workloads.experiments.qlm_setting import ONE_MODEL, other, qlm, rule
 from workloads.simulation import Fleet, Site
@@ -154,45 +154,6 @@ def test_what_is_cut_off_for_another_model_goes_on_later_with_what_it_has(monkey
         assert len(flight.request.tokens) >= 4 * (served.asked.prompt_tokens + flight.written)
     assert sum(one.asked.output_tokens for one in outcome.served) == outcome.total("output_tokens")
     is_settled(outcome.cluster)
-
-
-@pytest.mark.slow
-def test_earliest_deadline_first_keeps_more_deadlines_than_order_of_arrival():
-    streams = [Stream("m", "interactive", 3.0), Stream("m", "batch-2", 9.0)]
-    asked = requests(streams, "0", most=600)
-    models = {"m": "vicuna-13b"}
-    edf, fcfs = (simulate(other(name, qlm(1, models)), asked).served for name in ("edf", "fcfs_models"))
-    first = {
-        name: attained(by(some, lambda one: one.asked.slo_class)["interactive"])
-        for name, some in (("edf", edf), ("fcfs", fcfs))
-    }
-    assert first["edf"] > first["fcfs"] + 0.2
-    assert [one.asked.id for one in sorted(fcfs, key=lambda one: one.placed_s)] == [one.id for one in asked]
-
-
-GOLDEN = (
-    "a 1.193 1.193 1.206 15.692",
-    "a 1.960 1.960 1.981 3.499",
-    "a 2.698 2.698 2.716 3.550",
-    "b 2.961 28.708 28.727 29.349",
-    "a 3.813 30.073 30.091 32.836",
-    "a 4.501 30.073 30.091 37.315",
-    "a 4.574 30.073 30.091 41.354",
-    "b 4.841 42.656 42.808 48.142",
-)
-"""Model, and when each came, was sent, had its first token and its last. Model b is loaded from disk, and a from the
-host's memory."""
-
-
-def test_a_short_run_of_edf_is_as_it_was() -> None:
-    asked = requests([Stream("a", "batch-1", 1.0), Stream("b", "batch-2", 1.0)], "golden", most=8)
-    outcome = simulate(edf(), asked)
-    told = tuple(
-        f"{one.asked.model} {one.asked.at_s:.3f} {one.placed_s:.3f} {one.first_s:.3f} {one.ended_s:.3f}"
-        for one in outcome.served
-    )
-    assert told == GOLDEN
-    assert outcome.total("swaps") == 3
 
 
 def thirds(rate_per_s: float, most: int) -> list[Asked]:
