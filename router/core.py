@@ -143,7 +143,7 @@ class Router:
         self.waiting.matches.clear()
         answer = self._handlers[type(event)](event, now_s, peer)
         actions: list[Action] = [] if answer is None else [(peer, answer)]
-        if self.waiting.holding is not None or not self.swaps.is_empty:
+        if self.placement.holds or not self.swaps.is_empty:
             actions += self.swaps.after(now_s)
             self._worker_events.announce()
             actions += self._requests.follow_up(event, now_s, peer)
@@ -154,8 +154,8 @@ class Router:
     # -- questions and orders
 
     def _tick(self, event: Tick, now_s: float, peer: bytes) -> None:
-        if self.waiting.queued is not None:
-            self.throttling.predicted(self.waiting.queued.late(now_s), now_s)
+        if self.placement.plans:
+            self.throttling.predicted(self.placement.late(now_s), now_s)
 
     def _planned(self, event: Planned, now_s: float, peer: bytes) -> None:
         self.placement.answer(event.number, event.found, now_s)
@@ -191,7 +191,7 @@ class Router:
     @property
     def plans(self) -> bool:
         """Whether it orders the workers' queues, so that gateways use no other router beside it."""
-        return self.waiting.queued is not None
+        return self.placement.plans
 
     def question(self, now_s: float) -> tuple[int, Work] | None:
         """The work that the placement has for another process, and its number; None mostly. To be asked after each
@@ -207,7 +207,7 @@ class Router:
 
     def state(self) -> dict[str, object]:
         """The state as plain maps, strings and finite numbers. None stands for infinity."""
-        counts, queued = self.counts, self.waiting.queued
+        counts = self.counts
         return {
             "placement": self.name,
             "parameters": _parameters(self.placement),
@@ -253,7 +253,7 @@ class Router:
             ),
             "swaps": self.swaps.state(self.now_s),
             "suspects": self.suspects.state(self.now_s),
-            "queues": None if queued is None else queued.report(self.now_s),
+            "queues": self.placement.report(self.now_s),
             "counts": dict(sorted(counts.items())),
         }
 

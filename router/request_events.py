@@ -1,7 +1,7 @@
 """What becomes of requests: they arrive, are placed, refused or held, go on and end.
 
 A request is placed or refused at once: the queues are at the workers. Only a placement that holds requests
-(`contract.Holding`) lets them wait here. Such an `Arrive` is answered by `Held`, then by `Place` when a worker is ready
+(`Placement.holds`) lets them wait here. Such an `Arrive` is answered by `Held`, then by `Place` when a worker is ready
 for it, or by `Refuse` when no worker is left that could be. A placed request ends exactly once: by its gateway's
 `Done`, with its worker, or with its gateway.
 """
@@ -55,7 +55,7 @@ class RequestEvents:
 
     def __init__(self, state: State, flights: Flights, worker_events: WorkerEvents) -> None:
         self.waiting = Waiting(state, worker_events.swaps)
-        self._workers, self._tree = state.workers, state.tree
+        self._placement, self._workers, self._tree = state.placement, state.workers, state.tree
         self._throttling, self._suspects = state.throttling, state.suspects
         self._record, self._counts = state.record, state.counts
         self._flights, self._worker_events, self._swaps = flights, worker_events, worker_events.swaps
@@ -96,7 +96,7 @@ class RequestEvents:
             )  # fmt: skip
         if not allowed and not self._swaps.may_come(pool.model, event.exclude):
             return self._refuse(request, event.request, self._workers.why_nobody(event.model), now_s)
-        is_held = trial is None and self.waiting.holding is not None
+        is_held = trial is None and self._placement.holds
         if is_held and not self.waiting.limit.take(event.client):
             waits = self.waiting.limit.held(event.client)
             reason = f"too many requests wait for a worker: {waits} of this client"
@@ -166,8 +166,8 @@ class RequestEvents:
         why = placement_reason(request, worker, match, allowed)
         worker.placed[why] += 1
         self._record.placed(request, name, worker, why, match, allowed, costs, self._workers.by_name, now_s)
-        queued, counts = self.waiting.queued, self._counts
-        if queued is not None and (tier := queued.tier(request.id)):
+        counts = self._counts
+        if self._placement.plans and (tier := self._placement.tier(request.id)):
             request = structs.replace(request, tier=tier)
             counts["placed ahead of their share"] += 1
         flight = self._flights.begin(request, worker, match, peer, now_s)

@@ -28,7 +28,7 @@ import msgspec
 
 from router.events import Action, Agent, Cut, Exchange
 from router.flights import Flight
-from router.placement.contract import Placement, Swapping
+from router.placement.contract import Placement
 from router.workers import Worker, WorkerTable
 from sglang_fair.settings.table import FINISH_S
 
@@ -110,8 +110,8 @@ class Swaps:
         if not finish_s >= 0:
             raise ValueError(f"finish_s is {finish_s}: it cannot be negative")
         self._finish_s = finish_s
-        self._workers, self._rehome, self._equip, self._flights = workers, rehome, equip, flights
-        self._placement = placement if isinstance(placement, Swapping) else None
+        self._workers, self._placement, self._flights = workers, placement, flights
+        self._rehome, self._equip = rehome, equip
         self._swaps: dict[str, _Swap] = {}
         self._busy: list[Worker] = []
         self._quiet_until_s = -inf
@@ -144,7 +144,7 @@ class Swaps:
             swap.enter(Phase.SERVES if loaded else Phase.UNKNOWN, now_s)
         swap.number = max(swap.number, said.number, said.busy)
         self._align(said.worker, now_s)
-        ahead = () if self._placement is None else tuple(self._placement.next_models(said.worker))
+        ahead = tuple(self._placement.next_models(said.worker))
         order = self._order(said.worker, swap)
         return msgspec.structs.replace(order, id=said.id, ahead=ahead, complaint=complaint)
 
@@ -206,8 +206,8 @@ class Swaps:
             self._retry_s = inf
             for name in self._swaps:
                 self._align(name, now_s)
-        if self._placement is not None:
-            self._ask_placement(self._placement, now_s)
+        if self._placement.loads:
+            self._ask_placement(now_s)
         actions: list[Action] = []
         for name, swap in self._swaps.items():
             worker = self._workers.get(name) if swap.phase is Phase.EMPTIES else None
@@ -238,7 +238,7 @@ class Swaps:
 
     def may_come(self, model: str, exclude: Iterable[str]) -> bool:
         """Whether a worker, other than `exclude`, may be made to load `model`."""
-        if self._placement is None:
+        if not self._placement.loads:
             return False
         for name, swap in self._swaps.items():
             worker = self._workers.get(name)
@@ -290,7 +290,7 @@ class Swaps:
         swap.loaded = loaded
         swap.enter(Phase.SERVES if loaded else Phase.UNKNOWN, now_s)
 
-    def _ask_placement(self, placement: Swapping, now_s: float) -> None:
+    def _ask_placement(self, now_s: float) -> None:
         """Which models it wants at workers that serve and can load several; of one that is at work not more often than
         every `ASK_S`."""
         if now_s < self._quiet_until_s and all(worker.in_flight for worker in self._busy):
@@ -308,7 +308,7 @@ class Swaps:
                 continue
             swap.asked_s = now_s
             self._quiet_until_s = min(self._quiet_until_s, now_s + ASK_S)
-            wanted = placement.wanted(worker.name)
+            wanted = self._placement.wanted(worker.name)
             if wanted != swap.loaded and wanted in swap.told:
                 swap.target = wanted
                 swap.enter(Phase.EMPTIES, now_s)
@@ -319,16 +319,13 @@ class Swaps:
         worker, swap = self._workers.get(name), self._swaps.get(name)
         if worker is None or swap is None:
             return
-        self._quiet_until_s, is_new = -inf, False
+        self._quiet_until_s = -inf
         models = tuple(swap.can_load) or worker.up.models
         self._workers.set_models(worker, models, is_swapping=swap.phase is not Phase.SERVES)
-        if self._placement is not None:
-            later = {model: at_s for model, at_s in swap.not_before_s.items() if at_s > now_s}
-            self._retry_s = min(self._retry_s, *later.values(), inf)
-            can = {
-                one: took_s for one, took_s in swap.can_load.items() if one == swap.loaded or one not in later
-            }
-            is_new, swap.told = swap.told != can, can
+        later = {model: at_s for model, at_s in swap.not_before_s.items() if at_s > now_s}
+        self._retry_s = min(self._retry_s, *later.values(), inf)
+        can = {one: took_s for one, took_s in swap.can_load.items() if one == swap.loaded or one not in later}
+        is_new, swap.told = swap.told != can, can
         # One that has not said its models was taken to have the only one; it has none if its agent serves none.
         has_none = not swap.served and bool(models) and worker.pool is not self._workers.nobody
         if is_other := worker.up.loaded != swap.served or has_none:

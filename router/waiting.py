@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from router.flights import State
-from router.placement.contract import Holding, Queued, Request
+from router.placement.contract import Request
 from router.radix import Match
 from router.shared_limit import SharedLimit
 from router.swaps import Swaps
@@ -22,9 +22,7 @@ class Waiting:
     """A placement that holds no requests has only suspects wait."""
 
     def __init__(self, state: State, swaps: Swaps) -> None:
-        placement = state.placement
-        self.holding = placement if isinstance(placement, Holding) else None
-        self.queued = placement if isinstance(placement, Queued) else None
+        self._placement = state.placement
         self.by_id: dict[str, tuple[Request, bytes]] = {}
         """Those that the placement holds, each with the peer that asked."""
         self.matches: dict[str, Match] = {}
@@ -71,8 +69,7 @@ class Waiting:
         if name not in self.by_id:
             return self._suspects.pop(name, None) is not None
         request, _ = self._leave(name)
-        assert self.holding is not None
-        self.holding.give_up(request)
+        self._placement.give_up(request)
         self._state.throttling.ended(name, now_s)
         self._state.counts["given up"] += 1
         return True
@@ -92,7 +89,6 @@ class Waiting:
 
     def ready(self, now_s: float) -> Iterator[tuple[Request, bytes, Worker, Match]]:
         """Those for which a worker is ready: each leaves, and is to be placed before the next."""
-        assert self.holding is not None
         taking = self._workers.taking
 
         def may(request: Request, worker: str) -> bool:
@@ -102,7 +98,7 @@ class Waiting:
                 return False
             return worker not in request.exclude and self._workers.pool(request.model) is pool
 
-        while self.by_id and (chosen := self.holding.next(taking, self._match, may, now_s)):
+        while self.by_id and (chosen := self._placement.next(taking, self._match, may, now_s)):
             request, name = chosen
             match = self._match(request)
             yield request, self._leave(request.id)[1], self._workers.by_name[name], match
@@ -111,18 +107,16 @@ class Waiting:
     def standing(self, name: str, now_s: float) -> Mapping[str, object] | None:
         """Where a request that has come stands among those that wait. What is before it is looked at only if that was
         not just done for another one, because it takes as long as there are groups."""
-        if self.queued is None:
-            return None
         ahead = now_s - self._stood_s >= STANDING_EVERY_S
         self._stood_s = now_s if ahead else self._stood_s
-        return self.queued.standing(name, now_s, ahead=ahead)
+        return self._placement.standing(name, now_s, ahead=ahead)
 
     def with_standing(self, placement: dict[str, object], now_s: float) -> dict[str, object]:
         """What is recorded of a request, and where it stands if it still waits."""
         name = str(placement["id"])
-        if self.queued is None or name not in self.by_id:
+        if name not in self.by_id or not self._placement.plans:
             return placement
-        return placement | {"stands": self.queued.standing(name, now_s)}
+        return placement | {"stands": self._placement.standing(name, now_s)}
 
     def _is_hopeless(self, model: str, exclude: tuple[str, ...]) -> bool:
         """Whether no worker but those is left that has the model, or may come to have it."""

@@ -14,7 +14,7 @@ from router.events import (
     WorkerUp,
 )
 from router.flights import Flights, State
-from router.placement.contract import Equipment, Holding, Placement, Swapping
+from router.placement.contract import Equipment, Placement
 from router.swaps import Swaps
 from router.workers import Worker
 
@@ -28,18 +28,15 @@ class WorkerEvents:
 
     def __init__(self, state: State, flights: Flights, *, finish_s: float, resizes_tree: bool) -> None:
         """`resizes_tree`: the tree's limit follows the workers' capacity."""
-        placement = state.placement
-        self._placement = placement
-        self._is_holding = isinstance(placement, Holding)
-        self._swapping = placement if isinstance(placement, Swapping) else None
+        self._placement = state.placement
         self._workers, self._tree, self._flights, self._suspects = (
             state.workers, state.tree, flights, state.suspects
         )  # fmt: skip
         self._throttling, self._counts, self._resizes_tree = state.throttling, state.counts, resizes_tree
         self._announced: list[Worker] = []
-        """The workers that a `Swapping` placement knows to take requests."""
+        """The workers that the placement knows to take requests."""
         self.swaps = Swaps(
-            state.workers, placement, self._rehome, self._equip,
+            state.workers, state.placement, self._rehome, self._equip,
             lambda: list(flights.by_id.values()), finish_s,
         )  # fmt: skip
 
@@ -134,13 +131,12 @@ class WorkerEvents:
         return None if reason is None else Refuse(event.id, reason, retry=False)
 
     def announce(self) -> None:
-        """Tells a `Swapping` placement which workers take requests, if these are others than before."""
-        if self._swapping is None or self._workers.taking is self._announced:
-            return
-        self._announced = self._workers.taking
-        self._swapping.taking(
-            [one.name for one in self._workers if not (one.draining or (one.sick and not one.swapping))]
-        )
+        """Tells the placement which workers take requests, if these are others than before."""
+        if self._workers.taking is not self._announced:
+            self._announced = self._workers.taking
+            self._placement.taking(
+                [one.name for one in self._workers if not (one.draining or (one.sick and not one.swapping))]
+            )
 
     def _known(self, name: str, ignored: str) -> Worker | None:
         worker = self._workers.get(name)
@@ -166,8 +162,8 @@ class WorkerEvents:
         self._resize()
 
     def _equip(self, worker: Worker, now_s: float) -> None:
-        """Tells a `Swapping` placement what the worker has."""
-        if self._swapping is None:
+        """Tells the placement what the worker has."""
+        if not self._placement.loads:
             return
         has = Equipment(
             None if worker.pool is self._workers.nobody else worker.pool.model,
@@ -175,7 +171,7 @@ class WorkerEvents:
             worker.up.kv_tokens or None,
             worker.up.chunk_tokens or None,
         )
-        self._swapping.equip(worker.name, has, now_s)
+        self._placement.equip(worker.name, has, now_s)
 
     def _resize(self) -> None:
         """The tree evicts nothing before the workers do."""
@@ -192,13 +188,12 @@ class WorkerEvents:
         it has, its gateway says so again."""
         self._flights.fail_all(worker, now_s)
         self._tree.clear(worker.name)
-        if self._swapping is not None:
-            self._workers.set_loaded(worker, model)
-            return
-        self._placement_of(worker).worker_down(worker.name)
+        if not self._placement.loads:
+            self._placement_of(worker).worker_down(worker.name)
         self._workers.set_loaded(worker, model)
-        self._placement_of(worker).worker_up(worker.name, worker.capacity)
+        if not self._placement.loads:
+            self._placement_of(worker).worker_up(worker.name, worker.capacity)
 
     def _placement_of(self, worker: Worker) -> Placement:
         """That learns of the worker's coming and going."""
-        return self._placement if self._is_holding else worker.pool.placement
+        return self._placement if self._placement.holds else worker.pool.placement

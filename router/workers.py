@@ -16,7 +16,7 @@ import msgspec
 
 from router.events import Posted, Workers, WorkerUp
 from router.models import meant
-from router.placement.contract import Holding, Placement
+from router.placement.contract import Placement
 from router.placement.round_robin import RoundRobin
 
 _SHARE = 0.2
@@ -213,7 +213,7 @@ class WorkerTable:
     @property
     def placements(self) -> list[Placement]:
         """Each once."""
-        if isinstance(self._placement, Holding):
+        if self._placement.holds:
             return [self._placement]
         return [pool.placement for pool in self.pools.values()]
 
@@ -289,7 +289,7 @@ class WorkerTable:
 
     def _make_pool(self, model: str) -> Pool:
         is_first = not self.pools and not self._known
-        made = self._placement if is_first or isinstance(self._placement, Holding) else deepcopy(self._fresh)
+        made = self._placement if is_first or self._placement.holds else deepcopy(self._fresh)
         pool = self.pools[model] = Pool(model, made)
         return pool
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from router.placement.cache_aware import CacheAware
 from router.placement.centralized_dlpm import CentralizedDlpm
-from router.placement.contract import Placement, Queued
+from router.placement.contract import Placement
 from router.placement.d2lpm import D2lpm
 from router.placement.d2lpm_queue import D2lpmQueue
 from router.placement.deadline.rule import Deadline
@@ -38,8 +38,8 @@ def parameters(placement: str) -> tuple[str, ...]:
 
 
 def plans(placement: str) -> bool:
-    """Whether it has queues with deadlines (`Queued`). Raises ValueError for an unknown name."""
-    return isinstance(_known(placement)(), Queued)
+    """Whether it has queues with deadlines. Raises ValueError for an unknown name."""
+    return _known(placement).plans
 
 
 def build(placement: str, **values: object) -> Placement:

@@ -31,6 +31,7 @@ class CentralizedDlpm(Placement):
     capacity. The two weights are the prices of a prompt token and of an output token."""
 
     uses_progress: ClassVar[bool] = False
+    holds: ClassVar[bool] = True
 
     quantum: float = 2_000.0
     slots: int = 64

@@ -6,7 +6,7 @@ A placement answers one question: which worker for this request? Loads come with
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     """Requests of its client, model and deadline that it stands for, itself among them: more than itself where most of
     a batch's lines are not here yet."""
     tier: int = 0
-    """1: it was placed ahead of its client's share (`Queued`)."""
+    """1: it was placed ahead of its client's share."""
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
@@ -81,14 +81,29 @@ class WorkerView(Protocol):
     ones, so this is a large part of what a full worker holds."""
 
 
+May = Callable[[Request, str], bool]
+"""Whether a worker may have a request: it has the request's model, and the request does not exclude it."""
+
 Work = Callable[[], object]
 """A pure function with its arguments, to be called in another process: it and what it returns can be pickled."""
 
 
+class Equipment(NamedTuple):
+    """What a worker has."""
+
+    loaded: str | None
+    """The model; None: none that can serve, because it loads one."""
+    swap_s: Mapping[str, float] = {}
+    """The models that it can load, its own among them, each with about how many seconds that takes. Empty without an
+    agent."""
+    kv_tokens: int | None = None
+    """Of its cache; None: not known, or as before."""
+    chunk_tokens: int | None = None
+
+
 class Placement:
     """Chooses workers. Deterministic: the same calls give the same choices, and every order that it uses is total. Each
-    model has a placement of its own, which knows of that model's workers only; one that holds requests (`Holding`) has
-    them all.
+    model has a placement of its own, which knows of that model's workers only; one that `holds` requests has them all.
 
     The core promises:
 
@@ -107,10 +122,22 @@ class Placement:
     uses_progress: ClassVar[bool] = True
     """Whether a choice can depend on how far running answers are. If not, the router need not know."""
 
+    holds: ClassVar[bool] = False
+    """Whether it lets requests wait, those for which its `place` returns None, until a worker is ready for one. Each
+    leaves by `next`, followed by `placed`, or by `give_up`."""
+
+    loads: ClassVar[bool] = False
+    """Whether it holds requests and says which models workers load. The core then also asks `place` about requests for
+    a model that no worker has and some worker can load: with no workers, and the request is held. What is wanted is not
+    always done: a model that could not be loaded is not tried again for some time."""
+
+    plans: ClassVar[bool] = False
+    """Whether it holds requests with deadlines, in an order of which people, metrics and throttling read."""
+
     def place(
         self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float
     ) -> str | None:
-        """The name of one of `workers`; None if the request must wait (`Holding`). It may refill credits only."""
+        """The name of one of `workers`; None if the request must wait (`holds`). It may refill credits only."""
         raise NotImplementedError
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
@@ -153,91 +180,55 @@ class Placement:
     def answer(self, number: int, found: object, now_s: float) -> None:
         """What the work of question `number` has returned; None: it failed, or its process has ended."""
 
-
-May = Callable[[Request, str], bool]
-"""Whether a worker may have a request: it has the request's model, and the request does not exclude it."""
-
-
-@runtime_checkable
-class Holding(Protocol):
-    """What a placement adds that lets requests wait until a worker is ready for one: those for which its `place`
-    returns None. The core calls `next` after everything that happens while requests wait. Each request leaves by
-    `next`, followed by `placed`, or by `give_up`."""
+    # -- one that `holds`
 
     def next(
         self, workers: Sequence[WorkerView], match: Callable[[Request], Match], may: May, now_s: float
     ) -> tuple[Request, str] | None:
         """A request that leaves the queue now, and the name of one of `workers` that may have it; None if all must
-        wait. `workers` have any models."""
-        ...
+        wait. `workers` have any models. Called after everything that happens while requests wait."""
+        raise NotImplementedError
 
     def give_up(self, request: Request) -> None:
         """`request` leaves the queue: its gateway is gone or has withdrawn it, or it was served elsewhere."""
-        ...
 
+    # -- one that `loads`
 
-class Equipment(NamedTuple):
-    """What a worker has."""
-
-    loaded: str | None
-    """The model; None: none that can serve, because it loads one."""
-    swap_s: Mapping[str, float] = {}
-    """The models that it can load, its own among them, each with about how many seconds that takes. Empty without an
-    agent."""
-    kv_tokens: int | None = None
-    """Of its cache; None: not known, or as before."""
-    chunk_tokens: int | None = None
-
-
-@runtime_checkable
-class Swapping(Protocol):
-    """What a placement that holds requests adds that says which models workers load.
-
-    The core then also asks `place` about requests for a model that no worker has and some worker can load: with no
-    workers, and the request is held. It asks `wanted` after everything that happens, of workers that serve. What is
-    wanted is not always done: a model that could not be loaded is not tried again for some time.
-    """
-
-    def equip(self, worker: str, has: "Equipment", now_s: float) -> None:
+    def equip(self, worker: str, has: Equipment, now_s: float) -> None:
         """What a worker that is up has: after each `worker_up`, and when something changes. Nothing is in flight there
         when it has another model."""
-        ...
 
     def taking(self, workers: Collection[str]) -> None:
         """These take new requests, now or when they have loaded another model, and no other. Told when that changes."""
-        ...
 
     def wanted(self, worker: str) -> str | None:
-        """The model that the worker should have; None: whichever it has."""
-        ...
+        """The model that a worker that serves should have, after everything that happens; None: whichever it has."""
+        return None
 
     def next_models(self, worker: str) -> Sequence[str]:
         """The models that it is going to need after that, soonest first."""
-        ...
+        return ()
 
-
-@runtime_checkable
-class Queued(Protocol):
-    """What a placement that holds requests with deadlines adds for people, metrics and throttling."""
+    # -- one that `plans`
 
     def tier(self, request_id: str) -> int:
         """Of a request that is about to be `placed`: 0 within its client's share, 1 ahead of it."""
-        ...
+        return 0
 
     def late(self, now_s: float) -> Collection[str]:
         """The workers at which requests within their client's share will miss a deadline, now and at the look before:
         no order has helped. O(1)."""
-        ...
+        return ()
 
-    def report(self, now_s: float) -> Mapping[str, object]:
+    def report(self, now_s: float) -> Mapping[str, object] | None:
         """The queues as plain maps, lists, numbers and strings. `shortage`: what would do if deadlines cannot be met,
         with `more` and `least` replicas, by `models`, `why`, and `for_s` seconds already; None if they can."""
-        ...
+        return None
 
     def standing(self, request_id: str, now_s: float, *, ahead: bool = True) -> Mapping[str, object] | None:
         """Where a request that waits stands, as `sglang_fair.cluster.queues.told_standing` shows it; None if it does
         not wait. With `ahead` also what is before it."""
-        ...
+        return None
 
 
 _W = TypeVar("_W", bound=WorkerView)

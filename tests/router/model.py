@@ -28,7 +28,6 @@ from router.events import (
     WorkerUp,
 )
 from router.placement import build, parameters
-from router.placement.contract import Holding
 from tests.support.tree_check import check
 
 PEERS = (b"g", b"h", b"i")
@@ -73,7 +72,7 @@ class Model:
         known = parameters(placement)
         values = {"slots": 4, "kv_tokens": 300, "chunk_tokens": 60, "ahead": 600.0} | values
         self.placement, self.values = placement, {name: one for name, one in values.items() if name in known}
-        self.is_holding = isinstance(build(placement), Holding)
+        self.is_holding = build(placement).holds
         self.now_s, self.number, self.held = 0.0, 0, 0
         self.believed: dict[str, tuple[bytes, Arrive]] = {}
         self.choices: list[tuple[str, str]] = []

@@ -276,7 +276,7 @@ def test_later_calls_keep_class_and_start_of_the_first_in_the_queues() -> None:
     ):
         actions = made.handle(Arrive(name, "c", PROMPT, **values), 5.0, PEER)
         assert actions == [(PEER, Held(name))]
-    groups = {name: made.waiting.queued.standing(name, 5.0)["group"] for name in ("since", "later", "alone")}
+    groups = {name: made.placement.standing(name, 5.0)["group"] for name in ("since", "later", "alone")}
     assert groups["since"] == groups["later"] != groups["alone"]
     served = []
     name = "runs"

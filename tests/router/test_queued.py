@@ -294,6 +294,8 @@ def test_status_and_explain_show_queues_in_words() -> None:
 class Queues(Placement):
     """Lets `let_go` of what waits go, in order; has `work` done once while it `asks`; is late while `is_late`."""
 
+    holds = plans = True
+
     def __init__(self, work: Work = dict) -> None:
         self.work = work
         self.asks = self.is_late = False
@@ -320,9 +322,6 @@ class Queues(Placement):
 
     def answer(self, number: int, found: object, now_s: float) -> None:
         self.answered.append((number, found))
-
-    def tier(self, request_id: str) -> int:
-        return 0
 
     def late(self, now_s: float) -> Sequence[str]:
         return ("a",) if self.is_late else ()

@@ -11,7 +11,7 @@ spread        each request goes to one worker's queue at once, in turn or at ran
 push          no queue: each request goes at once to the replica of its model that holds least
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -57,7 +57,8 @@ class _Queueing(Placement):
     """Workers, and what is in flight there."""
 
     uses_caches: ClassVar[bool] = False
-    uses_progress: ClassVar[bool] = True
+    holds: ClassVar[bool] = True
+    loads: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
@@ -75,14 +76,9 @@ class _Queueing(Placement):
         if place.loaded == place.target:
             place.target = None
 
-    def taking(self, workers: Collection[str]) -> None: ...
-
     def wanted(self, worker: str) -> str | None:
         place = self.places[worker]
         return place.target or place.loaded
-
-    def next_models(self, worker: str) -> Sequence[str]:
-        return ()
 
     def placed(self, request: Request, worker: str, match: Match, now_s: float) -> None:
         place = self.places[worker]

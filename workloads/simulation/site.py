@@ -14,7 +14,7 @@ from typing import Any, cast
 from router.core import Router
 from router.events import WorkerUp
 from router.placement import PLACEMENTS, build, parameters
-from router.placement.contract import Holding, Placement
+from router.placement.contract import Placement
 from router.throttling import KINDS, Kind, Throttling
 from sglang_fair.common.files import read_json
 from sglang_fair.common.weights import Weights
@@ -240,7 +240,7 @@ class Site:
         """Whether what is cached can make a difference to the router. Where there is one replica, only if requests wait
         at the router for their turn."""
         uses_caches = self.kind.uses_caches and self.placement_options.get("prefixes", True)
-        return uses_caches and (self.replicas > 1 or issubclass(self.kind, Holding))
+        return uses_caches and (self.replicas > 1 or self.kind.holds)
 
     def kv_tokens_of(self, place: int, model: str) -> int:
         """Tokens of the cache of a replica that has this model."""

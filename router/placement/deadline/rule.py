@@ -23,6 +23,7 @@ pause at urgent swaps where there are more models than replicas. What is decided
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import ClassVar
 
 from msgspec import structs
 
@@ -52,6 +53,10 @@ class Deadline(Placement):
     `finish_s`: for so long a stream may go on at a worker that is to load another model at once. `kv_tokens` and
     `chunk_tokens`: of a worker that says nothing. `slo_s`: of requests that were promised nothing. `max_clients`: that
     are remembered without requests. ValueError for a parameter that is none."""
+
+    holds: ClassVar[bool] = True
+    loads: ClassVar[bool] = True
+    plans: ClassVar[bool] = True
 
     ahead: float | None = None
     tiers: bool = True

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite
 from operator import attrgetter
+from typing import ClassVar
 
 from router.placement.contract import Ended, Equipment, May, Placement, Request, WorkerView
 from router.placement.qlm.estimate import Estimator
@@ -55,6 +56,10 @@ class Qlm(Placement):
     that says nothing. `slo_s`: of requests that were promised nothing. `every_s`, `patience_s`: how often is planned,
     and how long a plan may take. `solver`: search, exact, or auto: search, and exact too for few groups. `plan_work`:
     how much the search may consider. ValueError for a parameter that is none."""
+
+    holds: ClassVar[bool] = True
+    loads: ClassVar[bool] = True
+    plans: ClassVar[bool] = True
 
     delta: float = 4.0
     literal: bool = False
@@ -170,10 +175,6 @@ class Qlm(Placement):
             self._ready[worker.name] = None
         elif worker.held_tokens < worker.kv_tokens:
             estimator.lapse(worker.name)
-
-    def tier(self, request_id: str) -> int:
-        """0: none has a share that it could be ahead of."""
-        return 0
 
     # -- workers
 
