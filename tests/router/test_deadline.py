@@ -304,7 +304,7 @@ def models_of(*, waiting_a: int, waiting_b: int, flights: int = 0, absence_s: fl
         },
         iter(range(1_000)),
     )
-    one = Replica("w0", 4_000, 400, loaded="a", swap_s={"a": 1.0, "b": 1.0}, since_s=0.0, empty_s=None)
+    one = Replica("w0", "a", 4_000, 400, swap_s={"a": 1.0, "b": 1.0}, since_s=0.0, empty_s=None)
     one.rates = {"a": 1_000.0, "b": 1_000.0}
     for model, count in (("a", waiting_a), ("b", waiting_b)):
         for _ in range(count):

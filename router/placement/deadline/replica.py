@@ -9,13 +9,12 @@ rate      tokens a second that became free while `FULL` of the KV cache was held
 prefill   prompt tokens a second: the most of a second in which prompts waited, halved in `HALVED_S` of such seconds
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
 from router.placement.contract import WorkerView
 from router.placement.deadline.line import Job
-from router.placement.window import InFlight
+from router.placement.window import Window
 
 FULL, RATE_S, HALVED_S = 0.9, 10.0, 120.0
 UNKNOWN_S = 20.0
@@ -23,15 +22,7 @@ UNKNOWN_S = 20.0
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
-    """`swap_s`: the models that it can load, each with the seconds that it takes; empty: it keeps its own."""
-
-    name: str
-    kv_tokens: int
-    chunk_tokens: int
-    loaded: str | None = None
-    swap_s: Mapping[str, float] = field(default_factory=dict)
-    takes: bool = True
+class Replica(Window):
     view: WorkerView | None = None
     target: str | None = None
     """The model that it is to have next."""
@@ -45,7 +36,6 @@ class Replica:
     """Since when nothing is in flight there; None: something is."""
     sent_s: float = -inf
     flights: dict[str, Job] = field(default_factory=dict)
-    sent: InFlight = field(default_factory=InFlight)
     rates: dict[str, float] = field(default_factory=dict)
     prefills: dict[str, float] = field(default_factory=dict)
     pulls: int = 0
@@ -62,8 +52,7 @@ class Replica:
 
     @property
     def held(self) -> float:
-        """Tokens."""
-        return self.sent.tokens + (0 if self.view is None else self.view.overrun_tokens)
+        return self.tokens + (0 if self.view is None else self.view.overrun_tokens)
 
     @property
     def is_full(self) -> bool:
@@ -76,17 +65,9 @@ class Replica:
         rate = self.rates.get(self.loaded or "", self.kv_tokens / UNKNOWN_S)
         return self.held / rate + self.prefill_s(0.0)
 
-    def has_room(self, one: Job, tier: int, *, evicts: bool) -> bool:
+    def fits(self, one: Job, tier: int) -> bool:
         """Whether it may be sent there."""
-        held = self.held
-        if held < self.kv_tokens + (0 if tier else self.chunk_tokens):
-            return True
-        return evicts and not (tier or one.is_late) and held - self.sent.later(one.due_s) < self.kv_tokens
-
-    def is_small(self, one: Job) -> bool:
-        """Whether its client holds so little there that it need not wait for those that hold much. O(1)."""
-        is_small = self.sent.is_small(one.request.client, one.tokens, self.kv_tokens)
-        return is_small and self.held < 2 * self.kv_tokens
+        return self.has_room(None if tier or one.is_late else one.due_s, tier=tier)
 
     def prefill_s(self, prompt_tokens: float) -> float:
         """Until a prompt that is sent there is computed; 0 while that is not known."""
@@ -97,14 +78,14 @@ class Replica:
         """It is in flight there."""
         self.flights[one.request.id] = one
         self.sent_s, self.empty_s, one.sent_s = now_s, None, now_s
-        self.sent.add(one.request.client, one.tokens, one.due_s)
+        self.add(one.request.client, one.tokens, one.due_s)
 
     def land(self, name: str, now_s: float) -> Job:
         """It is over."""
         one = self.flights.pop(name)
         self._freed += one.tokens
         self.measure(now_s)
-        self.sent.remove(one.request.client, one.tokens, one.due_s)
+        self.remove(one.request.client, one.tokens, one.due_s)
         if not self.flights:
             self.empty_s = now_s
         return one

@@ -33,7 +33,7 @@ from router.placement.deadline.models import LOOK_S, Models
 from router.placement.deadline.replica import Replica
 from router.placement.deadline.shown import report, standing
 from router.placement.shares import Shares
-from router.placement.window import left_to_do
+from router.placement.window import least_to_do
 from router.radix import Match
 from sglang_fair.common.deadlines import DEFAULT_CLASSES
 from sglang_fair.common.weights import Weights
@@ -196,7 +196,7 @@ class Deadline(Placement):
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
         """It has nothing in flight. What it can hold and load is said by `equip`."""
-        self.replicas[worker] = Replica(worker, self.kv_tokens, self.chunk_tokens)
+        self.replicas[worker] = Replica(worker, None, self.kv_tokens, self.chunk_tokens, evicts=self.evicts)
 
     def worker_down(self, worker: str) -> None:
         """What waits waits for the others."""
@@ -207,9 +207,7 @@ class Deadline(Placement):
     def equip(self, worker: str, has: Equipment, now_s: float) -> None:
         """One that could not load what it was to load keeps its model."""
         replica, model, had = self.replicas[worker], has.loaded, self.replicas[worker].loaded
-        replica.kv_tokens = has.kv_tokens or replica.kv_tokens
-        replica.chunk_tokens = replica.chunk_tokens if has.chunk_tokens is None else has.chunk_tokens
-        replica.swap_s = has.swap_s
+        replica.equip(has)
         if replica.target is not None and replica.target not in has.swap_s:
             replica.target = None
         if model is not None:
@@ -278,16 +276,16 @@ class Deadline(Placement):
         self, one: Job, match: Match, workers: Sequence[WorkerView], *, is_first: bool
     ) -> str | None:
         may_pass = self.tiers and not one.tier
-        best: tuple[float, int, str] | None = None
+        client, able = one.request.client, list[WorkerView]()
         for view in workers if is_first or may_pass else ():
             replica = self.replicas[view.name]
             replica.view = view
-            has_room = is_first and replica.has_room(one, one.tier, evicts=self.evicts)
-            if replica.serves is not None and (has_room or (may_pass and replica.is_small(one))):
-                cost = left_to_do(view, one.request.input_tokens - match.of(view.name))
-                key = cost, view.dispatched_tokens, view.name
-                best = key if best is None else min(best, key)
-        return None if best is None else best[2]
+            if replica.serves is not None and (
+                (is_first and replica.fits(one, one.tier))
+                or (may_pass and replica.is_small(client, one.tokens))
+            ):
+                able.append(view)
+        return least_to_do(one.request, match, able)
 
     def _rank(self, candidate: tuple[Replica, Job]) -> tuple[int, bool, float, str]:
         replica, one = candidate
@@ -314,7 +312,7 @@ class Deadline(Placement):
                 if one is not None and not may(one.request, replica.name):
                     one = next((other for other in line.near(one) if may(other.request, replica.name)), None)
                     is_barred |= one is None
-                if one is not None and replica.has_room(one, tier, evicts=self.evicts):
+                if one is not None and replica.fits(one, tier):
                     return one
         if not is_barred:
             del self._ready[replica.name]

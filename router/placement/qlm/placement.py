@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite
-from operator import attrgetter
 from typing import ClassVar
 
 from router.placement.contract import Ended, Equipment, May, Placement, Request, WorkerView
@@ -32,7 +31,7 @@ from router.placement.qlm.groups import Group, Groups
 from router.placement.qlm.problem import Orders, Slot, edf
 from router.placement.qlm.queues import VirtualQueues, Worker
 from router.placement.qlm.search import MOST_WORK, SOLVERS, Answer, Solver, plan
-from router.placement.window import left_to_do
+from router.placement.window import least_to_do
 from router.radix import Match
 from sglang_fair.common.deadlines import DEFAULT_CLASSES, Promise
 
@@ -173,7 +172,7 @@ class Qlm(Placement):
                 worker.first_token_s += _FASTER * (first_s - worker.first_token_s)
         if self._waiting:
             self._ready[worker.name] = None
-        elif worker.held_tokens < worker.kv_tokens:
+        elif worker.held < worker.kv_tokens:
             estimator.lapse(worker.name)
 
     # -- workers
@@ -201,9 +200,7 @@ class Qlm(Placement):
             self.queues.settle()
         elif made.loaded != loaded:
             self.queues.loaded(worker, loaded)
-        made.kv_tokens = has.kv_tokens or made.kv_tokens
-        made.chunk_tokens = made.chunk_tokens if has.chunk_tokens is None else has.chunk_tokens
-        self.queues.equip(worker, loaded, has.swap_s)
+        self.queues.equip(worker, has)
         self._all_ready()
 
     def taking(self, workers: Collection[str]) -> None:
@@ -342,23 +339,20 @@ class Qlm(Placement):
     ) -> str | None:
         """The worker with room where least is to be done; None if none has room. One whose queue begins with another
         model is none of them."""
-        best, least = None, inf
+        able = list[WorkerView]()
         for view in views:
             worker = self.queues.workers[view.name]
             worker.overrun_tokens = view.overrun_tokens
-            cost = left_to_do(view, request.input_tokens - match.of(view.name))
-            if cost > least or not worker.is_open or not worker.has_room(due_s):
+            if not (worker.takes and worker.has_room(due_s)):
                 continue
-            if worker.groups and self.queues.wanted(view.name) not in (None, worker.loaded):
-                continue
-            if best is None or cost < least or _by_tokens(view) < _by_tokens(best):
-                best, least = view, cost
-        return None if best is None else best.name
+            if not worker.groups or self.queues.wanted(view.name) in (None, worker.loaded):
+                able.append(view)
+        return least_to_do(request, match, able)
 
     def _learn(self, view: WorkerView, now_s: float) -> None:
         """A worker has all that it may have."""
         worker, groups = self.queues.workers[view.name], self.queues.groups
-        if worker.held_tokens < worker.kv_tokens or worker.loaded is None:
+        if worker.held < worker.kv_tokens or worker.loaded is None:
             self.queues.estimator.lapse(view.name)
             return
         model, done = worker.loaded, (view.prefilled_tokens, view.produced_tokens)
@@ -381,9 +375,6 @@ class Qlm(Placement):
         return [(known[slot.demand.number], slot) for slot in self.queues.slots(name, now_s)]
 
 
-_by_tokens = attrgetter("dispatched_tokens", "name")
-
-
 def _sort(group: Group) -> tuple[str, str]:
     """Model and class; that without what tells apart those that were promised unlike times. What is late already waits
     in groups of all classes."""
@@ -395,7 +386,7 @@ def _shown(worker: Worker, wanted: str | None, rows: list[tuple[Group, Slot]]) -
         "loaded": worker.loaded,
         "wanted": wanted,
         "in_flight": len(worker.in_flight),
-        "in_flight_tokens": _number(worker.sent.tokens),
+        "in_flight_tokens": _number(worker.tokens),
         "kv_tokens": worker.kv_tokens,
         "waiting": sum(len(group) for group, _ in rows),
         "groups": [_row(*row) for row in rows[:MOST_GROUPS]],

@@ -23,16 +23,16 @@
 A worker that is gone leaves its groups to the others. What can be served nowhere waits in `stranded`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
 from math import inf
 
-from router.placement.contract import May, Request
+from router.placement.contract import Equipment, May, Request
 from router.placement.qlm.estimate import Ahead, Estimator, Pace, Wait
 from router.placement.qlm.groups import Group, Groups
 from router.placement.qlm.problem import FAR_S, Demand, Orders, Problem, Queue, Slot, slots, stays
-from router.placement.window import InFlight
+from router.placement.window import Window
 
 OVERDUE_EVERY = 8
 DANGER = 0.75
@@ -43,26 +43,15 @@ _MOST_MISSED = 32
 """Requests that are found to be late with one pull."""
 
 
-@dataclass(slots=True)
-class Worker:
-    """A worker with its queue, and the window of tokens that it may have in flight: prompt + expected output of what
-    was sent, and by how much answers are already longer. `swap_s`: the models that it can load and how long that takes,
-    the loaded one too; empty: it keeps that."""
+@dataclass(slots=True, eq=False)
+class Worker(Window):
+    """A worker with its queue."""
 
-    name: str
-    loaded: str | None
-    kv_tokens: int
-    chunk_tokens: int = 8_192
-    swap_s: Mapping[str, float] = field(default_factory=dict)
-    evicts: bool = False
     groups: list[int] = field(default_factory=list)
     """Its queue."""
     in_flight: dict[str, tuple[str, float, float]] = field(default_factory=dict)
     """By request, its client, its tokens and when it is due."""
-    sent: InFlight = field(default_factory=InFlight)
     overrun_tokens: int = 0
-    is_open: bool = True
-    """It takes requests."""
     is_fresh: bool = False
     """It has just loaded its model and served none of it."""
     stays: tuple[bool, float] = False, -inf
@@ -75,33 +64,23 @@ class Worker:
     def can_serve(self, group: Group) -> bool:
         """Whether it may stand in this queue."""
         kind = group.kind
-        may = self.is_open and (kind.model == self.loaded or kind.model in self.swap_s)
+        may = self.takes and (kind.model == self.loaded or kind.model in self.swap_s)
         return may and self.name not in kind.exclude and group.begun_on in (None, self.name)
 
-    def has_room(self, due_s: float | None = None) -> bool:
-        """Whether a request may be sent there, which is due at `due_s` and in time if that is said: below the KV cache
-        and a prefill chunk."""
-        if self.held_tokens < self.kv_tokens + self.chunk_tokens:
-            return True
-        return (
-            self.evicts and due_s is not None and self.held_tokens - self.sent.later(due_s) < self.kv_tokens
-        )
-
     @property
-    def held_tokens(self) -> float:
-        """What the window counts."""
-        return self.sent.tokens + self.overrun_tokens
+    def held(self) -> float:
+        return self.tokens + self.overrun_tokens
 
     def send(self, request_id: str, tokens: float, due_s: float, client: str = "") -> None:
         """A request is in flight there."""
         self.sends += 1
         self.is_fresh = False
         self.in_flight[request_id] = client, tokens, due_s
-        self.sent.add(client, tokens, due_s)
+        self.add(client, tokens, due_s)
 
     def land(self, request_id: str) -> None:
         """It is in flight no more."""
-        self.sent.remove(*self.in_flight.pop(request_id))
+        self.remove(*self.in_flight.pop(request_id))
 
 
 class VirtualQueues:
@@ -140,17 +119,18 @@ class VirtualQueues:
         """These workers take requests, and no other; the queues of those go to the others."""
         for name in sorted(self.workers, key=lambda one: one not in names):  # first those that can take over
             worker = self.workers[name]
-            if worker.is_open != (name in names):
-                worker.is_open = name in names
-                if worker.is_open:
+            if worker.takes != (name in names):
+                worker.takes = name in names
+                if worker.takes:
                     self._settle_stranded()
                 else:
                     self._leave(worker)
 
-    def equip(self, name: str, loaded: str | None, swap_s: Mapping[str, float]) -> None:
-        """What a worker has loaded, and can load. What it cannot serve any more goes to the others."""
+    def equip(self, name: str, has: Equipment) -> None:
+        """What a worker has, and can load. What it cannot serve any more goes to the others."""
         worker = self.workers[name]
-        worker.loaded, worker.swap_s = loaded, swap_s
+        worker.loaded = has.loaded
+        worker.equip(has)
         self._settle_stranded()
         if not all(worker.can_serve(self.groups.by_number[number]) for number in worker.groups):
             self._leave(worker)
@@ -177,7 +157,7 @@ class VirtualQueues:
     def pull(self, name: str, now_s: float = -inf, may: May | None = None) -> Request | None:
         """The request that a worker gets; None if it has enough, must load another model first, or may not have it."""
         worker = self.workers[name]
-        if not (worker.is_open and (worker.evicts or worker.has_room())):
+        if not (worker.takes and (worker.evicts or worker.has_room())):
             return None
         group = self._next(worker, now_s)
         if group is None or (may is not None and not may(group.line[0].request, name)):
@@ -216,7 +196,7 @@ class VirtualQueues:
         """Idle workers take over groups for which they load another model; how many did. O(groups) for each."""
         idle: dict[str, tuple[float, int]] = {}
         for name, worker in self.workers.items():
-            able = worker.is_open and worker.loaded is not None and len(worker.swap_s) > 1
+            able = worker.takes and worker.loaded is not None and len(worker.swap_s) > 1
             if able and not worker.in_flight and not self.waiting(worker):
                 known = self._idle.get(name)
                 idle[name] = known if known and known[1] == worker.sends else (now_s, worker.sends)
@@ -283,7 +263,7 @@ class VirtualQueues:
         worker = None if group is None else self.owner(group)
         if group is None or worker is None:
             return None
-        start_s, ahead, free = 0.0, Ahead(), max(0.0, worker.kv_tokens - worker.held_tokens)
+        start_s, ahead, free = 0.0, Ahead(), max(0.0, worker.kv_tokens - worker.held)
         for slot in self.slots(worker.name, now_s):
             if slot.swaps:
                 start_s, ahead, free = slot.start_s, Ahead(), 0.0
@@ -458,7 +438,7 @@ class VirtualQueues:
 def _worth_loading(queues: VirtualQueues, worker: Worker, idle_s: float, now_s: float) -> Group | None:
     """The most urgent group of another model that an idle worker gains by loading, if it was idle long enough."""
     others = [one for one in queues.workers.values() if one is not worker]
-    patience = 1.0 if any(one.is_open and one.loaded == worker.loaded for one in others) else LAST
+    patience = 1.0 if any(one.takes and one.loaded == worker.loaded for one in others) else LAST
     found: list[Group] = []
     for owner in others:
         for slot in queues.slots(owner.name, now_s):

@@ -56,7 +56,7 @@ def check(site: VirtualQueues) -> None:
         for group in groups:
             assert not len(group) or group.urgency == _urgency(group)
         held = site.workers[name].in_flight.values()
-        assert site.workers[name].sent.tokens == pytest.approx(sum(tokens for _, tokens, _ in held))
+        assert site.workers[name].tokens == pytest.approx(sum(tokens for _, tokens, _ in held))
 
 
 def _urgency(group: Group) -> tuple[bool, float, int]:
@@ -87,7 +87,7 @@ def test_every_group_is_in_one_queue(seed: int) -> None:
             )  # fmt: skip
         elif step < 0.65 and workers:
             worker = rng.choice(workers)
-            room = site.workers[worker].sent.tokens < 2_200
+            room = site.workers[worker].tokens < 2_200
             pulled = site.pull(worker, rng.choice([-inf, float(number)]))
             assert pulled is None or room
             if pulled is not None:
@@ -259,7 +259,7 @@ def test_what_is_over_counts_no_more_against_the_urgent() -> None:
     assert not worker.has_room()
     for number in range(5):
         worker.land(f"batch {number}")
-    assert worker.held_tokens == 0
+    assert worker.held == 0
     for number in range(5):
         worker.send(f"chat {number}", 200.0, 20.0)
     assert not worker.has_room(15.0)
