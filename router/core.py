@@ -58,6 +58,11 @@ from sglang_fair.settings.table import FINISH_S
 MAX_HOLD_PART = 32
 """One request in flight may add at most 1 / `MAX_HOLD_PART` of the tree's limit to the tree."""
 
+HITS = (
+    "input_tokens", "predicted_tokens", "measured_input_tokens", "measured_predicted_tokens", "measured_cached_tokens"
+)  # fmt: skip
+"""Counts of prompts, and of what of them was believed and measured to be cached."""
+
 MAX_LISTED_CLIENTS = 100
 """Whose credits are in the state."""
 
@@ -232,13 +237,7 @@ class Router:
             "in_flight": len(self.flights.by_id),
             "waiting": len(self.waiting.by_id),
             "decisions": counts["placed"],
-            "hits": {
-                "input_tokens": counts["input_tokens"],
-                "predicted_tokens": counts["predicted_tokens"],
-                "measured_input_tokens": counts["measured_input_tokens"],
-                "measured_predicted_tokens": counts["measured_predicted_tokens"],
-                "measured_cached_tokens": counts["measured_cached_tokens"],
-            },
+            "hits": {name: counts[name] for name in HITS},
             "deficits": {
                 client: {worker: _plain(credit) for worker, credit in row.items()}
                 for client, row in self.workers.credits(MAX_LISTED_CLIENTS).items()

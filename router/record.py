@@ -74,17 +74,11 @@ class PlacementRecord:
                 self._by_id.popitem(last=False)
         return placed
 
-    def held(
-        self, request: Request, name: str, why: str, standing: Mapping[str, object] | None, now_s: float
-    ) -> None:
-        """It waits here. `standing`: in which group, and behind what."""
+    def note(self, request: Request, name: str, now_s: float, **known: object) -> None:
+        """These fields are known of a request that waits here, gets no worker, or was placed elsewhere."""
         placed = self._of(request, name, now_s)
-        placed.waited_for, placed.standing = why, standing
-
-    def refused(self, request: Request, name: str, reason: str, now_s: float) -> None:
-        """It gets no worker."""
-        placed = self._of(request, name, now_s)
-        placed.decided_s, placed.refused, placed.outcome = now_s, reason, "refused"
+        for field, value in known.items():
+            setattr(placed, field, value)
 
     def placed(
         self,
@@ -103,25 +97,20 @@ class PlacementRecord:
         placed = self._of(request, name, now_s)
         placed.decided_s, placed.why, placed.candidates = now_s, why, len(workers)
         if costs is None:
-            placed.worker = _figures(chosen, match, None)
+            placed.worker = figures(chosen, match, None)
             if len(workers) > 1:
-                placed.next_best = _figures(_next_best(workers, chosen, match, by_name), match, None)
+                placed.next_best = figures(_next_best(workers, chosen, match, by_name), match, None)
             return
         placed.has_costs = True
         at = workers.index(chosen)
-        placed.worker = _figures(chosen, match, costs[at])
+        placed.worker = figures(chosen, match, costs[at])
         if len(workers) > 1:
             others = [*costs]
             others[at] = inf
             second = others.index(min(others))
             if second == at:  # each other one is out of the question
                 second = int(not at)
-            placed.next_best = _figures(workers[second], match, costs[second])
-
-    def told(self, request: Request, worker: WorkerView, match: Match, now_s: float) -> None:
-        """It was placed elsewhere, at `worker`."""
-        placed = self._of(request, "", now_s)
-        placed.decided_s, placed.why, placed.worker = now_s, "told", _figures(worker, match, None)
+            placed.next_best = figures(workers[second], match, costs[second])
 
     def ended(self, request_id: str, outcome: str, cached_tokens: int | None) -> None:
         """It is over at its worker."""
@@ -186,7 +175,7 @@ def _next_best(
     return others[loads.index(min(loads))]
 
 
-def _figures(worker: WorkerView, match: Match, cost: float | None) -> Figures:
+def figures(worker: WorkerView, match: Match, cost: float | None) -> Figures:
     name = worker.name
     return (
         name, match.lengths.get(name, 0), worker.load, worker.prefill_tokens, worker.decode_tokens, cost

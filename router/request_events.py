@@ -36,7 +36,7 @@ from router.events import (
 from router.flights import Flight, Flights, State
 from router.placement.contract import Request
 from router.radix import Match
-from router.record import placement_reason
+from router.record import figures, placement_reason
 from router.suspects import CLEAR_S, Denial
 from router.waiting import Waiting
 from router.worker_events import WorkerEvents
@@ -108,7 +108,7 @@ class RequestEvents:
         if name is None:
             self.waiting.enter(request, peer, match)
             standing = self.waiting.standing(event.id, now_s)
-            self._record.held(request, event.request, HELD_WHY, standing, now_s)
+            self._record.note(request, event.request, now_s, waited_for=HELD_WHY, standing=standing)
             return None
         if is_held:
             self.waiting.limit.give(event.client)
@@ -148,7 +148,7 @@ class RequestEvents:
         """`name` as `PlacementRecord` has it; `more` fields of the refusal."""
         self._counts["refused"] += 1
         self._throttling.ended(request.id, now_s)
-        self._record.refused(request, name, reason, now_s)
+        self._record.note(request, name, now_s, decided_s=now_s, refused=reason, outcome="refused")
         return Refuse(request.id, reason, retry=True, **more)
 
     def _place(
@@ -211,7 +211,8 @@ class RequestEvents:
         self._throttling.running(event, now_s)
         request = _request(event, worker.pool)
         match = self._tree.match(event.tokens, request.namespace)
-        self._record.told(request, worker, match, now_s)
+        at = figures(worker, match, None)
+        self._record.note(request, "", now_s, decided_s=now_s, why="told", worker=at)
         self._flights.begin(request, worker, match, peer, now_s).produce(event.output_tokens)
         self._counts["taken over"] += 1
 

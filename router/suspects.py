@@ -97,13 +97,10 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Trial:
+class Trial(Waiting):
     """A request on trial, as long as it is under way."""
 
-    event: Arrive
-    peer: bytes
     worker: str
-    since_s: float
     has_company: bool
     """Something else was there that was not clear."""
     has_begun: bool = False
@@ -215,7 +212,7 @@ class Suspects:
             found.append((self.waiting.pop(name), worker))
             others = any(trial.worker == worker for trial in self.trials.values())
             self.trials[name] = Trial(
-                one.event, one.peer, worker, now_s, others or bool(unclear.get(worker, 0))
+                one.event, one.peer, now_s, worker, others or bool(unclear.get(worker, 0))
             )
         return found
 

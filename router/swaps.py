@@ -19,7 +19,7 @@ A swap that fails leaves the old model. For `RETRY_S`, twice as long after each 
 `LONGEST_RETRY_S`, the placement is told that the worker cannot load it; an operator may have it tried at any time.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -27,9 +27,9 @@ from math import inf
 import msgspec
 
 from router.events import Action, Agent, Cut, Exchange
-from router.flights import Flight
-from router.placement.contract import Placement
-from router.workers import Worker, WorkerTable
+from router.flights import Flights, State
+from router.placement.contract import Equipment
+from router.workers import Worker
 from sglang_fair.settings.table import FINISH_S
 
 RETRY_S, LONGEST_RETRY_S = 2.0, 300.0
@@ -37,9 +37,6 @@ ASK_S = 0.05
 """Between two questions about a worker that is at work: each looks at its queue."""
 MOST_ERROR = 300
 """Characters of an agent's error that are kept."""
-
-Rehome = Callable[[Worker, str, float], None]
-"""Has a worker serve another model; "": none."""
 
 
 class Phase(Enum):
@@ -97,21 +94,13 @@ class _Swap:
 class Swaps:
     """The swaps of one router. All times are seconds of one clock that never goes back."""
 
-    def __init__(
-        self,
-        workers: WorkerTable,
-        placement: Placement,
-        rehome: Rehome,
-        equip: Callable[[Worker, float], None],
-        flights: Callable[[], Iterable[Flight]],
-        finish_s: float = FINISH_S,
-    ) -> None:
-        """`equip` tells the placement what a worker has. ValueError if `finish_s` is negative."""
+    def __init__(self, state: State, flights: Flights, finish_s: float = FINISH_S) -> None:
+        """ValueError if `finish_s` is negative."""
         if not finish_s >= 0:
             raise ValueError(f"finish_s is {finish_s}: it cannot be negative")
         self._finish_s = finish_s
-        self._workers, self._placement, self._flights = workers, placement, flights
-        self._rehome, self._equip = rehome, equip
+        self._workers, self._placement, self._tree = state.workers, state.placement, state.tree
+        self._flights = flights
         self._swaps: dict[str, _Swap] = {}
         self._busy: list[Worker] = []
         self._quiet_until_s = -inf
@@ -231,10 +220,15 @@ class Swaps:
         """Whether no worker has an agent."""
         return not self._swaps
 
-    def told_of(self, name: str) -> dict[str, float]:
-        """The models that a worker can load, as far as the placement is concerned."""
-        swap = self._swaps.get(name)
-        return {} if swap is None else swap.told
+    def equip(self, worker: Worker, now_s: float) -> None:
+        """Tells the placement what a worker has."""
+        if not self._placement.loads:
+            return
+        has, swap = worker.up, self._swaps.get(worker.name)
+        model = None if worker.pool is self._workers.nobody else worker.pool.model
+        can = {} if swap is None else swap.told
+        equipment = Equipment(model, can, has.kv_tokens or None, has.chunk_tokens or None)
+        self._placement.equip(worker.name, equipment, now_s)
 
     def may_come(self, model: str, exclude: Iterable[str]) -> bool:
         """Whether a worker, other than `exclude`, may be made to load `model`."""
@@ -331,7 +325,18 @@ class Swaps:
         if is_other := worker.up.loaded != swap.served or has_none:
             self._rehome(worker, swap.served, now_s)
         if is_new or is_other:
-            self._equip(worker, now_s)
+            self.equip(worker, now_s)
+
+    def _rehome(self, worker: Worker, model: str, now_s: float) -> None:
+        """Has a worker serve `model`, "" none, with an empty cache. What it was taken to have in flight it has not; if
+        it has, its gateway says so again."""
+        self._flights.fail_all(worker, now_s)
+        self._tree.clear(worker.name)
+        if not self._placement.loads:
+            self._workers.placement_of(worker).worker_down(worker.name)
+        self._workers.set_loaded(worker, model)
+        if not self._placement.loads:
+            self._workers.placement_of(worker).worker_up(worker.name, worker.capacity)
 
     def _order(self, name: str, swap: _Swap) -> Exchange:
         """What the worker's agent has to do."""
@@ -342,7 +347,7 @@ class Swaps:
     def _cuts(self, worker: Worker) -> list[Action]:
         """What another worker could go on with, once."""
         actions: list[Action] = []
-        for flight in self._flights():
+        for flight in self._flights.by_id.values():
             may_go_on = worker.pool.taking or self.may_come(flight.request.model, ())
             if flight.worker is worker and not flight.is_cut and may_go_on:
                 flight.is_cut = True

@@ -14,7 +14,6 @@ from router.events import (
     WorkerUp,
 )
 from router.flights import Flights, State
-from router.placement.contract import Equipment, Placement
 from router.swaps import Swaps
 from router.workers import Worker
 
@@ -35,10 +34,7 @@ class WorkerEvents:
         self._throttling, self._counts, self._resizes_tree = state.throttling, state.counts, resizes_tree
         self._announced: list[Worker] = []
         """The workers that the placement knows to take requests."""
-        self.swaps = Swaps(
-            state.workers, state.placement, self._rehome, self._equip,
-            lambda: list(flights.by_id.values()), finish_s,
-        )  # fmt: skip
+        self.swaps = Swaps(state, flights, finish_s)
 
     def up(self, event: WorkerUp, now_s: float, peer: bytes) -> None:
         """It is up, or what is known of it has changed. At another address, or with another model, it is a new one."""
@@ -51,10 +47,10 @@ class WorkerEvents:
             self.gone(event.worker, now_s)
         worker = self._workers.add(event)
         self._tree.add_worker(event.worker, has_events=event.kv is not None)
-        self._placement_of(worker).worker_up(event.worker, event.capacity)
+        self._workers.placement_of(worker).worker_up(event.worker, event.capacity)
         self.swaps.up(event.worker, now_s)
         for one in self._workers:  # the first one that names a model says what the others have, too
-            self._equip(one, now_s)
+            self.swaps.equip(one, now_s)
         self._resize()
         self._counts["workers up"] += 1
 
@@ -69,7 +65,7 @@ class WorkerEvents:
         self._suspects.leaves(name, is_gone=True)
         self._workers.remove(name)
         self._throttling.worker_gone(name)
-        self._placement_of(worker).worker_down(name)
+        self._workers.placement_of(worker).worker_down(name)
         self._tree.remove_worker(name)
         self.swaps.gone(name, now_s)
         self._resize()
@@ -106,7 +102,7 @@ class WorkerEvents:
         self._throttling.load(event, now_s)
         if 0 < event.size_tokens <= MOST_COUNT and event.size_tokens != worker.up.kv_tokens:
             worker.change(kv_tokens=event.size_tokens)
-            self._equip(worker, now_s)
+            self.swaps.equip(worker, now_s)
             self._resize()
 
     def stored(self, event: Stored, now_s: float, peer: bytes) -> None:
@@ -158,20 +154,8 @@ class WorkerEvents:
         self._workers.set_draining(known, False)
         if before.capacity != event.capacity:
             known.pool.placement.worker_changed(event.worker, event.capacity)
-        self._equip(known, now_s)
+        self.swaps.equip(known, now_s)
         self._resize()
-
-    def _equip(self, worker: Worker, now_s: float) -> None:
-        """Tells the placement what the worker has."""
-        if not self._placement.loads:
-            return
-        has = Equipment(
-            None if worker.pool is self._workers.nobody else worker.pool.model,
-            self.swaps.told_of(worker.name),
-            worker.up.kv_tokens or None,
-            worker.up.chunk_tokens or None,
-        )
-        self._placement.equip(worker.name, has, now_s)
 
     def _resize(self) -> None:
         """The tree evicts nothing before the workers do."""
@@ -182,18 +166,3 @@ class WorkerEvents:
         """A worker that did not answer may have restarted: what it caches is learnt anew."""
         self._counts["workers sick" if worker.sick else "workers well"] += 1
         self._tree.clear(worker.name)
-
-    def _rehome(self, worker: Worker, model: str, now_s: float) -> None:
-        """Has a worker serve `model`, "" none, with an empty cache. What it was taken to have in flight it has not; if
-        it has, its gateway says so again."""
-        self._flights.fail_all(worker, now_s)
-        self._tree.clear(worker.name)
-        if not self._placement.loads:
-            self._placement_of(worker).worker_down(worker.name)
-        self._workers.set_loaded(worker, model)
-        if not self._placement.loads:
-            self._placement_of(worker).worker_up(worker.name, worker.capacity)
-
-    def _placement_of(self, worker: Worker) -> Placement:
-        """That learns of the worker's coming and going."""
-        return self._placement if self._placement.holds else worker.pool.placement

@@ -208,6 +208,10 @@ class WorkerTable:
         """Takes back what `peer` has said; the workers that are well again."""
         return [worker for worker in self if self.vote(peer, worker, ok=True)]
 
+    def placement_of(self, worker: Worker) -> Placement:
+        """That learns of the worker's coming and going."""
+        return self._placement if self._placement.holds else worker.pool.placement
+
     # -- clients
 
     @property

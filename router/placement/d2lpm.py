@@ -50,8 +50,6 @@ class D2lpm(Placement):
         if self.charge not in ("full", "extend"):
             raise ValueError(f"charge is {self.charge!r}: it is 'full' or 'extend'")
         check_prices(self.extend_weight, self.output_weight)
-        if not isinstance(self.client_weights, Mapping):
-            raise ValueError(f"client_weights is {self.client_weights!r}: it maps clients to weights")
         if not 0 <= self.cache_threshold <= 1:
             raise ValueError(f"cache_threshold is {self.cache_threshold}: it is a share, from 0 to 1")
         self._credits = Credits(self.worker_quantum, Weights(self.client_weights), self.max_clients)

@@ -63,8 +63,6 @@ class D2lpmQueue(Placement):
             raise ValueError(f"worker_quantum is {self.worker_quantum}: it must be positive, and may be inf")
         if not 0 <= self.delayed < np.inf:
             raise ValueError(f"delayed is {self.delayed}: it is finite and not negative")
-        if not isinstance(self.client_weights, Mapping):
-            raise ValueError(f"client_weights is {self.client_weights!r}: it maps clients to weights")
         self._queues = Queues(Weights(self.client_weights), self.max_clients)
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> str:

@@ -23,6 +23,8 @@ class Weights:
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        if not isinstance(weights, Mapping | None):
+            raise ValueError(f"client_weights is {weights!r}: it maps clients to weights")
         self._set: dict[str, float] = {}
         self._told: dict[str, tuple[float, int]] = {}
         """Weight and version."""

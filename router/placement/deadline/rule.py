@@ -77,8 +77,6 @@ class Deadline(Placement):
             raise ValueError(f"slo_s is {self.slo_s}: it is a number of seconds above 0")
         if self.max_clients < 1:
             raise ValueError(f"max_clients is {self.max_clients}: at least one is needed")
-        if not isinstance(self.client_weights, Mapping):
-            raise ValueError(f"client_weights is {self.client_weights!r}: it maps clients to weights")
         if not self.finish_s >= 0:
             raise ValueError(f"finish_s is {self.finish_s}: it is not negative")
         first = self.kv_tokens * AHEAD_PART if self.ahead is None else self.ahead
