@@ -18,7 +18,7 @@ from router.events import WorkerUp
 from router.placement import build, parameters, parse_value
 from router.process import collect_young_only, raise_limit
 from router.replica_lists import specs
-from router.replica_lists.follow import DnsName, ReplicaFile, Source, follow
+from router.replica_lists.follow import Source, follow
 from router.shell import Shell
 from router.suspects import Suspects
 from router.throttling import SETTLE_S, Kind, Throttling
@@ -58,10 +58,10 @@ def sources(settings: table.Router) -> list[Source]:
             specs.lines(path.read_text() if path.exists() else "")
         except (OSError, ValueError) as error:
             raise SettingError(f"--replicas-file: {path}: {error}", "replicas_file") from None
-        found.append(ReplicaFile(path))
+        found.append(Source(path))
     for text in settings.replicas_dns:
         try:
-            found.append(DnsName(specs.name(text), settings.replicas_every_s))
+            found.append(Source(specs.name(text), settings.replicas_every_s))
         except ValueError as error:
             raise SettingError(f"--replicas-dns: {error}", "replicas_dns") from None
     called = [str(one) for one in found]

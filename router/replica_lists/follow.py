@@ -10,6 +10,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -28,51 +29,35 @@ PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
 
 
-class ReplicaFile:
-    """A file with a replica in each line (`specs.lines`). One with a line that cannot be read changes nothing; an empty
-    one drains all."""
+@dataclass(frozen=True)
+class Source:
+    """A file with a replica in each line (`specs.lines`), of which one with a line that cannot be read changes nothing
+    and an empty one drains all; or the A and AAAA records of a name, as this machine resolves names, each address a
+    replica. Without addresses nothing changes: a name server that is being restarted may say so for a while."""
 
-    def __init__(self, path: Path, every_s: float = FILE_EVERY_S) -> None:
-        self.every_s = every_s
-        self._path = path
-
-    def __str__(self) -> str:
-        return f"file {self._path}"
-
-    async def read(self) -> str:
-        return self._path.read_text()
-
-    def replicas(self, found: str) -> list[WorkerUp]:
-        return lines(found)
-
-
-class DnsName:
-    """The A and AAAA records of a name, as this machine resolves names. Each address is a replica. Without addresses
-    nothing changes: a name server that is being restarted may say so for a while."""
-
-    def __init__(self, name: Name, every_s: float) -> None:
-        self.every_s = every_s
-        self._name = name
+    where: Path | Name
+    every_s: float = FILE_EVERY_S
 
     def __str__(self) -> str:
-        return f"name {self._name}"
+        return f"{'file' if isinstance(self.where, Path) else 'name'} {self.where}"
 
     async def read(self) -> str:
-        """The addresses, one in a line."""
-        resolving = asyncio.get_running_loop().getaddrinfo(
-            self._name.host, self._name.port, type=socket.SOCK_STREAM
-        )
+        """The file's text; the addresses, one in a line."""
+        if isinstance(self.where, Path):
+            return self.where.read_text()
+        host, port, loop = self.where.host, self.where.port, asyncio.get_running_loop()
         try:
-            found = await asyncio.wait_for(resolving, DNS_TIMEOUT_S)
+            async with asyncio.timeout(DNS_TIMEOUT_S):
+                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except TimeoutError:
             raise OSError(f"no answer within {DNS_TIMEOUT_S:g} s") from None
         return "\n".join(sorted({str(address[0]) for *_, address in found}))
 
     def replicas(self, found: str) -> list[WorkerUp]:
-        return [self._name.worker(address) for address in found.split("\n")]
-
-
-Source = ReplicaFile | DnsName
+        """What was read means these. ValueError."""
+        if isinstance(self.where, Path):
+            return lines(found)
+        return [self.where.worker(address) for address in found.split("\n")]
 
 
 async def follow(sources: Sequence[Source], shell: Shell, tls: ssl.SSLContext | None = None) -> None:

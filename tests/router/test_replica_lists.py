@@ -22,7 +22,7 @@ from router.core import Router
 from router.events import Agent, Arrive, Done, Follow, Place, WorkerDrain, Workers, WorkerUp
 from router.placement import build
 from router.replica_lists import follow, specs
-from router.replica_lists.follow import Follower, ReplicaFile, Source
+from router.replica_lists.follow import Follower, Source
 from router.replica_lists.listing import Listing
 from router.wire import pack_tokens
 from sglang_fair.settings.commands import BAD_INPUT
@@ -204,7 +204,7 @@ class Heard:
 
 def test_a_file_is_used_when_it_has_settled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "replicas"
-    heard = Heard(ReplicaFile(path))
+    heard = Heard(Source(path))
     with caplog.at_level(logging.WARNING, "router"):
         assert heard.looks(2) == []
         assert len(caplog.records) == 1, "that it is not there is said once"
@@ -232,7 +232,7 @@ def test_a_file_is_used_when_it_has_settled(tmp_path: Path, caplog: pytest.LogCa
 def test_a_file_that_is_half_written_when_a_router_begins_drains_nobody(tmp_path: Path) -> None:
     path = tmp_path / "replicas"
     path.write_text("r0,http=http://r0\n")
-    heard, asked = Heard(ReplicaFile(path)), []
+    heard, asked = Heard(Source(path)), []
     for text in ("", "r1,http=http://r1\n", "", ""):
         with path.open("a") as file:
             file.write(text)
@@ -269,7 +269,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def router_of(path: Path) -> Iterator[Wire]:
     wire = Wire(Router(build("round_robin"), name="round_robin", page_size=4, linger_s=0.0))
     try:
-        wire.jobs.append(follow.follow([ReplicaFile(path, 0.05)], wire.shell))
+        wire.jobs.append(follow.follow([Source(path, 0.05)], wire.shell))
         wire.start()
         yield wire
     finally:
