@@ -68,21 +68,12 @@ class Key(NamedTuple):
     digest: int
 
 
-def key_of(namespace: str, tokens: bytes, count: int) -> Key:
-    """The key of the first `count` tokens."""
-    return Key(namespace, count, _digest(tokens, count))
-
-
 @dataclass(eq=False, slots=True)
 class Prefix:
-    """A prefix that was asked for in the window.
-
-    It ends at depth `end_tokens`; `new_tokens` of them are its own, the rest belongs to the prefix above it.
-    """
+    """A prefix that was asked for in the window. `new_tokens` are its own, the rest belongs to the prefix above it."""
 
     key: Key
     new_tokens: int
-    end_tokens: int
     requests: int = 0
     hit_tokens: int = 0
     prompt_tokens: int = 0
@@ -117,7 +108,7 @@ class WorkerLoad:
     load_s: float = 0.0
     """L: prefill in the window plus decoding under way. Stored, because every decision reads it of every worker."""
     _tpot_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TPOT_SAMPLES))
-    _ttft: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_TTFT_SAMPLES))
+    ttft: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_TTFT_SAMPLES))
     """(when, seconds)."""
     _oldest: _Oldest | None = None
     """None when it must be computed anew."""
@@ -133,14 +124,11 @@ class WorkerLoad:
         self._tpot_s.append(tpot_s)
         self.typical_tpot_s = statistics.median(self._tpot_s)
 
-    def measure_ttft(self, now_s: float, ttft_s: float) -> None:
-        self._ttft.append((now_s, ttft_s))
-
     def has_slowed(self, now_s: float, window_s: float, growth: float) -> bool:
         """Whether the mean time to first token in the window's second half is `growth` times that of its first."""
         middle_s = now_s - window_s / 2
-        early = [ttft_s for at_s, ttft_s in self._ttft if now_s - window_s < at_s <= middle_s]
-        late = [ttft_s for at_s, ttft_s in self._ttft if at_s > middle_s]
+        early = [ttft_s for at_s, ttft_s in self.ttft if now_s - window_s < at_s <= middle_s]
+        late = [ttft_s for at_s, ttft_s in self.ttft if at_s > middle_s]
         return bool(early and late) and statistics.fmean(late) >= growth * statistics.fmean(early)
 
     def changes(self, key: Key) -> None:
@@ -165,16 +153,6 @@ class WorkerLoad:
         return lost_s[-1] if tokens > freed[-1] else lost_s[bisect_left(freed, tokens)]
 
 
-@dataclass(slots=True)
-class _Visit:
-    """One request of the window."""
-
-    at_s: float
-    prefix: Prefix
-    hit_tokens: int
-    prompt_tokens: int
-
-
 class PrefixWindow:
     """The requests of the last `window_s` seconds, at most `max_requests`, and what they mean for each worker."""
 
@@ -184,37 +162,31 @@ class PrefixWindow:
         self._prefill = prefill
         self._window_s = window_s
         self._max_requests = max_requests
-        self._visits: deque[_Visit] = deque()
+        self._visits: deque[tuple[float, Prefix, int, int]] = deque()
+        """When each request came, its prefix, and how many tokens were cached and asked for."""
 
     def __len__(self) -> int:
         return len(self._visits)
 
     def visit(
-        self,
-        key: Key,
-        start: int,
-        end: int,
-        worker: str,
-        *,
-        hit_tokens: int,
-        prompt_tokens: int,
-        now_s: float,
+        self, key: Key, start: int, worker: str, hit_tokens: int, prompt_tokens: int, now_s: float
     ) -> None:
-        """A request was sent to `worker` whose important prefix is `key`, from depth `start` to `end`."""
-        prefix = self.prefixes.setdefault(key, Prefix(key, end - start, end))
-        self._visits.append(_Visit(now_s, prefix, hit_tokens, prompt_tokens))
+        """A request was sent to `worker` whose important prefix is `key`, of which its own stretch begins at depth
+        `start`."""
+        prefix = self.prefixes.setdefault(key, Prefix(key, key.tokens - start))
+        self._visits.append((now_s, prefix, hit_tokens, prompt_tokens))
         prefix.requests += 1
         prefix.hit_tokens += hit_tokens
         prefix.prompt_tokens += prompt_tokens
         self.set_workers(prefix, [*prefix.workers, worker])
         self.loads[worker].prefixes.move_to_end(key)
         while len(self._visits) > self._max_requests:
-            self._leave(self._visits.popleft())
+            self._leave(*self._visits.popleft())
 
     def expire(self, now_s: float) -> None:
         """Drops the requests that are older than the window."""
-        while self._visits and self._visits[0].at_s <= now_s - self._window_s:
-            self._leave(self._visits.popleft())
+        while self._visits and self._visits[0][0] <= now_s - self._window_s:
+            self._leave(*self._visits.popleft())
 
     def add_worker(self, worker: str, first_tpot_s: float) -> None:
         """A worker without load; `first_tpot_s` stands in until it is measured."""
@@ -243,7 +215,7 @@ class PrefixWindow:
                     left.add(-left.prefill_s)  # drop what rounding has left over
         prefix.workers = kept
         miss = 1 - prefix.hit_tokens / prefix.prompt_tokens if prefix.prompt_tokens else 0.0
-        prefix.cost_s = miss * prefix.requests * self._prefill.of(prefix.new_tokens, prefix.end_tokens)
+        prefix.cost_s = miss * prefix.requests * self._prefill.of(prefix.new_tokens, prefix.key.tokens)
         for worker in kept:
             load = self.loads[worker]
             load.add(prefix.cost_s / len(kept))
@@ -251,11 +223,10 @@ class PrefixWindow:
             load.prefixes.setdefault(prefix.key, prefix)
             load.changes(prefix.key)
 
-    def _leave(self, visit: _Visit) -> None:
-        prefix = visit.prefix
+    def _leave(self, _: float, prefix: Prefix, hit_tokens: int, prompt_tokens: int) -> None:
         prefix.requests -= 1
-        prefix.hit_tokens -= visit.hit_tokens
-        prefix.prompt_tokens -= visit.prompt_tokens
+        prefix.hit_tokens -= hit_tokens
+        prefix.prompt_tokens -= prompt_tokens
         if prefix.requests:
             self.set_workers(prefix, prefix.workers)
         else:
@@ -295,22 +266,16 @@ class Preble(Placement):
     _loads: dict[str, WorkerLoad] = field(init=False, repr=False)
     """Of the window."""
     _routed: int = field(default=0, init=False, repr=False)
-    _latest: tuple[Request, Match, tuple[Key, int, int]] | None = field(default=None, init=False, repr=False)
+    _latest: tuple[Request, Match, tuple[Key, int]] | None = field(default=None, init=False, repr=False)
     """The last answer of `_important`: `placed` needs the same as `place` before it."""
 
     def __post_init__(self) -> None:
         if isinstance(self.prefill, dict):
             self.prefill = PrefillCost(**self.prefill)
-        positive = {
-            "window_s": self.window_s,
-            "default_output_tokens": self.default_output_tokens,
-            "first_tpot_s": self.first_tpot_s,
-            "cache_tokens": self.cache_tokens,
-            "probe": self.probe,
-            "max_window": self.max_window,
-        }
-        for name, value in positive.items():
-            if not value > 0:
+        for name in (
+            "window_s", "default_output_tokens", "first_tpot_s", "cache_tokens", "probe", "max_window"
+        ):  # fmt: skip
+            if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name} is {value}: it must be positive")
         if not (self.imbalance >= 1 and self.ttft_growth >= 1):
             raise ValueError("imbalance and ttft_growth are ratios of at least 1")
@@ -332,17 +297,9 @@ class Preble(Placement):
         self._loads[worker].add(decode_tokens=self._output_tokens(request))
         if not request.input_tokens:
             return
-        key, start, end = self._important(request, match)
+        key, start = self._important(request, match)
         self._routed += 1
-        self._window.visit(
-            key,
-            start,
-            end,
-            worker,
-            hit_tokens=match.of(worker),
-            prompt_tokens=request.input_tokens,
-            now_s=now_s,
-        )
+        self._window.visit(key, start, worker, match.of(worker), request.input_tokens, now_s)
         if self._routed >= self.warmup_requests * len(self._loads):
             self._rebalance(now_s)
 
@@ -352,7 +309,7 @@ class Preble(Placement):
             load.measure_tpot(ended.tpot_s)
         load.add(decode_tokens=-self._output_tokens(ended.request))
         if ended.ttft_s is not None and ended.outcome == "ok":
-            load.measure_ttft(now_s, ended.ttft_s)
+            load.ttft.append((now_s, ended.ttft_s))
 
     def worker_up(self, worker: str, capacity: float = 1.0) -> None:
         self._window.add_worker(worker, self.first_tpot_s)
@@ -360,8 +317,8 @@ class Preble(Placement):
     def worker_down(self, worker: str) -> None:
         self._window.remove_worker(worker)
 
-    def _important(self, request: Request, match: Match) -> tuple[Key, int, int]:
-        """The key of the request's important prefix, and the depths between which its own stretch lies."""
+    def _important(self, request: Request, match: Match) -> tuple[Key, int]:
+        """The key of the request's important prefix, and the depth at which its own stretch begins."""
         if self._latest is None or self._latest[0] is not request or self._latest[1] is not match:
             start, stretch = 0, (0, 0)
             for end in (*match.branches, match.tokens, request.input_tokens):
@@ -369,7 +326,7 @@ class Preble(Placement):
                     stretch = start, end
                 start = end
             start, end = stretch
-            self._latest = request, match, (key_of(request.namespace, request.tokens, end), start, end)
+            self._latest = request, match, (Key(request.namespace, end, _digest(request.tokens, end)), start)
         return self._latest[2]
 
     # -- costs
@@ -409,7 +366,8 @@ class Preble(Placement):
     def _rebalance(self, now_s: float) -> None:
         if len(self._loads) < 2:
             return
-        heavy, light = self._extremes()
+        by_load = [(load.load_s, worker) for worker, load in self._loads.items()]
+        heavy, light = max(by_load)[1], min(by_load)[1]
         if not self._loads[heavy].load_s > self.imbalance * self._loads[light].load_s:
             return
         latest = zip(range(self.probe), reversed(self._loads[heavy].prefixes.values()), strict=False)
@@ -434,7 +392,3 @@ class Preble(Placement):
     def _assign(self, prefix: Prefix, workers: Iterable[str]) -> None:
         self._window.set_workers(prefix, workers)
         prefix.moved = True
-
-    def _extremes(self) -> tuple[str, str]:
-        by_load = [(load.load_s, worker) for worker, load in self._loads.items()]
-        return max(by_load)[1], min(by_load)[1]

@@ -727,5 +727,5 @@ def test_preble_counts_a_shared_prefix_once_the_tree_branches_there():
         match = Match(100, ("a",), {"a": 100}, (100,))
         placement.placed(prompt(1, tail, 100, 40), "a", match, 0.0)
     shared = max(placement._window.prefixes.values(), key=lambda prefix: prefix.requests)
-    assert (shared.requests, shared.new_tokens, shared.end_tokens) == (3, 100, 100)
+    assert (shared.requests, shared.new_tokens, shared.key.tokens) == (3, 100, 100)
     assert shared.cost_s == pytest.approx((1 - 300 / 420) * 3 * 0.1)
