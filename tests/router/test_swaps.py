@@ -386,6 +386,24 @@ def test_no_worker_is_sent_anything_while_it_swaps(name: str, steps: list[tuple[
             assert worker(made, one)["model"] == machine.loaded
 
 
+@pytest.mark.parametrize("name", ["deadline", "qlm"])
+def test_a_worker_that_empties_for_an_operator_gets_nothing_of_what_waits(name: str) -> None:
+    made = site(build(name, kv_tokens=500, chunk_tokens=0), "r0", "r1")
+    placed = {f"q{number}": ask(made, f"q{number}", "a") for number in range(12)}
+    at = {request: place.worker for request, place in placed.items() if place is not None}
+    assert set(at.values()) == {"r0", "r1"}
+    assert len(at) < len(placed), "some wait"
+    made.handle(Swap("s", "r0", "b"), 1.0, b"op")
+    later = [
+        one.worker
+        for request, worker in at.items()
+        for _, one in made.handle(Done(request), 2.0, PEER)
+        if isinstance(one, Place)
+    ]
+    assert later, "the other one goes on"
+    assert set(later) == {"r1"}
+
+
 @pytest.mark.parametrize("name", [*PLACEMENTS, "wishes"])
 def test_agents_of_workers_that_are_not_there_leave_nothing_behind(name: str) -> None:
     made = Router(Wishes() if name == "wishes" else build(name))

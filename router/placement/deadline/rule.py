@@ -91,6 +91,8 @@ class Deadline(Placement):
         self._ready: dict[str, None] = {}
         """Workers that may have room for one that waits."""
         self._viewed: Sequence[WorkerView] = ()
+        self._open = set[str]()
+        """The workers that take requests now."""
         self._now_s, self._looked_s, self._measured_s = 0.0, -inf, -inf
         self._number = 0
 
@@ -123,7 +125,7 @@ class Deadline(Placement):
         """Of the candidates of all workers with room the one of the least tier, in time, where least is to do."""
         self._now_s = now_s
         if workers is not self._viewed:
-            self._viewed = workers
+            self._viewed, self._open = workers, {view.name for view in workers}
             for view in workers:
                 self.replicas[view.name].view = view
         if now_s >= self._looked_s + LOOK_S:
@@ -131,7 +133,9 @@ class Deadline(Placement):
         found: list[tuple[Replica, Job]] = []
         for name in list(self._ready):
             replica = self.replicas.get(name)
-            if replica is None:
+            if (
+                replica is None or name not in self._open
+            ):  # it may empty for another model, as an operator wants
                 del self._ready[name]
             elif (one := self._candidate(replica, may, now_s)) is not None:
                 found.append((replica, one))
