@@ -97,11 +97,6 @@ class Queues:
             self._idle[client] = None
         return account
 
-    def state(self, account: Account) -> Floats:
-        """Rows `OUTSTANDING`, `SENT` and `QUEUE` of a client, a column for each worker. Not to be written to."""
-        state: Floats = self._state[account.row]
-        return state
-
     def queue(self, account: Account) -> Floats:
         """Row `QUEUE` of a client. Not to be written to."""
         found: Floats = self._state[account.row, QUEUE]
