@@ -1,7 +1,6 @@
 """`python -m router`: the router process, from command line to clean exit."""
 
 import asyncio
-import logging
 import signal
 import sys
 from collections.abc import Coroutine
@@ -25,7 +24,7 @@ from router.throttling import SETTLE_S, Kind, Throttling
 from sglang_fair.common import tls
 from sglang_fair.common.files import read_json
 from sglang_fair.common.guard import named
-from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.processes import begin
 from sglang_fair.core.throttle import make_rules
 from sglang_fair.settings import protection, table
 from sglang_fair.settings.commands import Mistake
@@ -126,11 +125,7 @@ def check_protection(settings: table.Router) -> None:
 
 def serve(settings: table.Router) -> int:
     """Serves until SIGTERM or SIGINT; the exit code."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
-    if not settings.outlive_parent:
-        die_with_parent()
+    begin(settings.log_level, outlives_parent=settings.outlive_parent)
     raise_limit()
     try:
         listener = None if settings.http_port is None else listen(settings.http_host, settings.http_port)

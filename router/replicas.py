@@ -17,7 +17,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import zmq
 
@@ -42,18 +41,11 @@ RECONNECT_MS = 1_000
 """Longest pause between two attempts to connect."""
 
 
-@dataclass
-class FollowCounts:
-    """What became of the batches and events of one replica."""
-
-    applied_batches: int = 0
-    duplicate_batches: int = 0
-    lost_batches: int = 0
-    unreadable_batches: int = 0
-    skipped_events: int = 0
-    gaps: int = 0
-    replays: int = 0
-    restarts: int = 0
+COUNTS = (
+    "applied_batches", "duplicate_batches", "lost_batches", "unreadable_batches", "skipped_events", "gaps", "replays",
+    "restarts",
+)  # fmt: skip
+"""What became of the batches and events of one replica."""
 
 
 class Follower:
@@ -65,7 +57,7 @@ class Follower:
 
     def __init__(self, worker: str, can_replay: bool) -> None:
         self.worker = worker
-        self.counts = FollowCounts()
+        self.counts = dict.fromkeys(COUNTS, 0)
         self.ask_from: int | None = 0 if can_replay else None
         self.reopen = False
         self._can_replay = can_replay
@@ -84,7 +76,7 @@ class Follower:
     def asked(self, now_s: float) -> None:
         """The caller has asked for a replay from `ask_from`."""
         self._replay_start, self.ask_from = self.ask_from, None
-        self.counts.replays += 1
+        self.counts["replays"] += 1
         if self._held:
             self._waiting_since_s = now_s
 
@@ -95,14 +87,14 @@ class Follower:
             events.append(self._restart())
         self._newest_live = max(self._newest_live, sequence)
         if sequence < self._expected:
-            self.counts.duplicate_batches += 1
+            self.counts["duplicate_batches"] += 1
             return events
         if not self._held:
             self._waiting_since_s = now_s
         self._held[sequence] = payload
         events += self._drain()
         if self._held and self._replay_start is None and self.ask_from is None:
-            self.counts.gaps += 1
+            self.counts["gaps"] += 1
             self._ask_or_skip(events)
         if len(self._held) > MAX_HELD_BATCHES:
             self._skip_gaps(events)
@@ -116,7 +108,7 @@ class Follower:
         if sequence > self._expected:
             # A replay answers in order: the replica no longer has what it skipped.
             oldest = min(self._held)
-            self.counts.lost_batches += oldest - self._expected
+            self.counts["lost_batches"] += oldest - self._expected
             self._expected = oldest
         return self._drain()
 
@@ -158,7 +150,7 @@ class Follower:
             return False
 
     def _restart(self) -> Cleared:
-        self.counts.restarts += 1
+        self.counts["restarts"] += 1
         self._expected, self._newest_live, self._published_s = 0, -1, -math.inf
         self._held.clear()
         self._replay_start, self.ask_from, self.reopen = None, None, True
@@ -173,7 +165,7 @@ class Follower:
     def _skip_gaps(self, events: list[CacheEvent]) -> None:
         while self._held:
             oldest = min(self._held)
-            self.counts.lost_batches += oldest - self._expected
+            self.counts["lost_batches"] += oldest - self._expected
             self._expected = oldest
             events += self._drain()
 
@@ -184,13 +176,13 @@ class Follower:
             try:
                 batch = decode_kv_batch(self.worker, payload)
             except ProtocolError as error:
-                self._complain(self.counts.unreadable_batches, f"a batch cannot be read: {error}")
-                self.counts.unreadable_batches += 1
+                self._complain(self.counts["unreadable_batches"], f"a batch cannot be read: {error}")
+                self.counts["unreadable_batches"] += 1
                 continue
-            self.counts.applied_batches += 1
+            self.counts["applied_batches"] += 1
             if batch.skipped:
-                self._complain(self.counts.skipped_events, "an event cannot be read")
-                self.counts.skipped_events += batch.skipped
+                self._complain(self.counts["skipped_events"], "an event cannot be read")
+                self.counts["skipped_events"] += batch.skipped
             self._published_s = max(self._published_s, batch.published_s)
             events += batch.events
         return events

@@ -187,7 +187,7 @@ class Shell:
             "refused": 0 if self._gate is None else self._gate.refused,
             "planning": self._plans.pid,
             "kv": {
-                name: {"expected": replica.follower.expected, **vars(replica.follower.counts)}
+                name: {"expected": replica.follower.expected, **replica.follower.counts}
                 for name, replica in sorted(self._replicas.items())
                 if replica.addresses[0] is not None
             },

@@ -1,7 +1,6 @@
 """`python -m router.feeder`: the feeder's process, from command line to clean exit."""
 
 import asyncio
-import logging
 import signal
 import sys
 from functools import partial
@@ -9,7 +8,7 @@ from functools import partial
 from router.batches.folder import check as check_batches
 from router.batches.model import StoreError
 from sglang_fair.common.deadlines import make_classes
-from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.processes import begin
 from sglang_fair.common.service_keys import feeder_key
 from sglang_fair.settings import protection, table
 from sglang_fair.settings.commands import Mistake
@@ -35,11 +34,7 @@ def check(settings: table.Feeder) -> None:
 
 def serve(settings: table.Feeder) -> int:
     """Serves until SIGTERM or SIGINT; the exit code."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
-    if not settings.outlive_parent:
-        die_with_parent()
+    begin(settings.log_level, outlives_parent=settings.outlive_parent)
     try:
         check_batches(settings.batches, settings.batch_files)
     except ValueError as error:

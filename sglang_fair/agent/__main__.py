@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import signal
 import sys
 from functools import partial
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from sglang_fair.agent.agent import Agent
 from sglang_fair.common.pairs import split_pairs
-from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.processes import begin
 from sglang_fair.settings import protection
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program
@@ -40,9 +39,7 @@ def check(settings: AgentSettings) -> None:
 
 def serve(settings: AgentSettings) -> int:
     """Serves until SIGTERM or SIGINT; the exit code."""
-    logging.basicConfig(level="INFO", format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    if not settings.outlive_parent:
-        die_with_parent()
+    begin("info", outlives_parent=settings.outlive_parent)
     try:
         agent = Agent(settings, folders(settings))
     except (ValueError, OSError) as error:

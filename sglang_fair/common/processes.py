@@ -1,6 +1,7 @@
-"""A child process that must not outlive the process that started it."""
+"""A process that begins, and a child process that must not outlive the process that started it."""
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,13 @@ def die_with_supervisor() -> None:
     Without one it was started by a shell or an init system, and lives on when that ends.
     """
     if PARENT in os.environ:
+        die_with_parent()
+
+
+def begin(level: str, *, outlives_parent: bool) -> None:
+    """Of a program: what it logs from this level on goes to stderr, and it ends with its parent or does not."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    if not outlives_parent:
         die_with_parent()
 
 

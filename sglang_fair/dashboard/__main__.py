@@ -1,7 +1,6 @@
 """`sglang-fair dashboard`: the page for operators."""
 
 import asyncio
-import logging
 import signal
 import socket
 import ssl
@@ -14,7 +13,7 @@ from router import bounded
 from sglang_fair.common import tls
 from sglang_fair.common.guard import named
 from sglang_fair.common.listening import is_loopback
-from sglang_fair.common.processes import die_with_parent
+from sglang_fair.common.processes import begin
 from sglang_fair.common.service_keys import admin_key
 from sglang_fair.settings import protection
 from sglang_fair.settings.program import run_program
@@ -46,9 +45,7 @@ def check(settings: Dashboard) -> None:
 def serve(settings: Dashboard) -> int:
     from sglang_fair.dashboard.server import application
 
-    logging.basicConfig(level="INFO", format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    if not settings.outlive_parent:
-        die_with_parent()
+    begin("info", outlives_parent=settings.outlive_parent)
     gateway_tls = tls.believed(settings.gateway_ca, settings.gateway_cert)
     app = application(
         settings.gateway, settings.every_s, admin_key.key(), gateway_tls, tls.believed(settings.replica_ca),
