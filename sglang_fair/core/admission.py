@@ -198,7 +198,7 @@ class Admission:
             self._passed_over = None
             yield job
             if self._passed_over is not job and self.queue.is_waiting(job.id):
-                self.record.waits.hold(job, ENGINE)
+                self.record.hold(job, ENGINE)
                 self.queue.hold(job)
                 if self._places is not None and not job.system:
                     self._places.pass_over(job.client)
@@ -346,5 +346,5 @@ class Admission:
         """Pass `job` over because its prefix is being computed."""
         self._prefixes.defer(job)
         self._deferrals_left -= 1
-        self.record.waits.hold(job, PREFIX)
+        self.record.hold(job, PREFIX)
         self.queue.hold(job)

@@ -20,7 +20,7 @@ from sglang_fair.common.record import MOST_ENDED, MOST_NAME, Recent
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listener
 from sglang_fair.core.policy import Policy
-from sglang_fair.core.waits import MEMORY, Clock, Waits
+from sglang_fair.core.waits import FIRST, MEMORY, Clock, Waits
 
 NS = 1_000_000_000
 
@@ -96,7 +96,7 @@ class Record(Listener):
     def arrive(self, job: Job) -> None:
         if not job.system:
             entry = self._here[job] = self._enter(job)
-            entry.waits = (self.waits.begin(job),)
+            entry.waits = (self.waits.begin(job.client),)
 
     def refused(self, job: Job, reason: str) -> None:
         if not job.system:
@@ -105,7 +105,7 @@ class Record(Listener):
     def admit(self, job: Job) -> None:
         if (entry := self._here.get(job)) is None:
             return
-        self.waits.end(job)
+        self.waits.end(entry.waits[-1])
         self._running += 1
         if entry.admitted_ns is None:
             entry.overtaken = self._overtaken(job, entry)
@@ -123,12 +123,12 @@ class Record(Listener):
         if (entry := self._here.get(job)) is not None:
             self._running -= 1
             self.waits.stop(MEMORY)
-            entry.waits += (self.waits.begin(job, first=True),)
+            entry.waits += (self.waits.begin(FIRST),)
 
     def evict(self, job: Job, urgent: Job) -> None:
         if (entry := self._here.get(job)) is not None:
             self._running -= 1
-            entry.waits += (self.waits.begin(job),)
+            entry.waits += (self.waits.begin(job.client),)
             due_s = urgent.deadline_s
             evicted_for = {
                 "same_client": urgent.client == job.client,
@@ -143,13 +143,18 @@ class Record(Listener):
         if entry.admitted_ns is None:
             entry.overtaken = self._overtaken(job, entry)
             entry.refills = self._refills_since(entry)
-        self.waits.end(job)
+        self.waits.end(entry.waits[-1])
         self._end(entry, "aborted")
 
     def finish(self, job: Job, outcome: str) -> None:
         if (entry := self._here.pop(job, None)) is not None:
             self._running -= 1
             self._end(entry, outcome)
+
+    def hold(self, job: Job, cause: str) -> None:
+        """This pass has passed `job`, which waits, over for a state of its own (`waits`)."""
+        if (entry := self._here.get(job)) is not None:
+            self.waits.hold(entry.waits[-1], cause)
 
     def end_pass(self, cause: str, turns: Mapping[str, bool]) -> None:
         if self._batch:
@@ -177,7 +182,7 @@ class Record(Listener):
             self.waits.now_ns,
             policy.counter(job.client),
             policy.refills,
-            len(self.waits),
+            self.waits.waiting,
             self._running,
         )
         self._recent.add(entry, entry.id)

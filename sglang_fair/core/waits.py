@@ -13,8 +13,6 @@ Time is in whole nanoseconds: the causes of a wait sum to it exactly.
 from collections.abc import Iterable, Mapping
 from operator import add, sub
 
-from sglang_fair.core.job import Job
-
 STEP, RUNNING, PROMPTS, BATCH, MEMORY = "step", "running", "prompts", "batch", "memory"
 DEFICIT, RATE, TARGET = "deficit", "rate", "target"
 PREFIX, ENGINE = "prefix", "engine"
@@ -79,38 +77,39 @@ class Waits:
 
     def __init__(self) -> None:
         self.now_ns = 0
+        self.waiting = 0
+        """Requests that wait."""
         self._eligible, self._others = Clock(), Clock()
         """Of clients that are, and of those that are not."""
         self._turn(STEP, STEP)
         self._clients: dict[str, Clock] = {}
         self._waiting: dict[str, int] = {}
         """Requests of each of them."""
-        self._waits: dict[Job, Clock] = {}
         self._passes = 0
         self._apart: dict[Clock, int] = {}
         """Those of requests and clients that were passed over for states of their own, and the latest such pass."""
 
     # ---- which requests wait
 
-    def begin(self, job: Job, *, first: bool = False) -> Clock:
-        """`job` waits. `first`: it goes before all others, whatever its client had."""
-        name = FIRST if first else job.client
+    def begin(self, name: str) -> Clock:
+        """A request waits, of a client of this `name`, or `FIRST`."""
         if (client := self._clients.get(name)) is None:
             client = self._clients[name] = Clock(name)
             client.home = self._eligible
             client.follow(client.home, self.now_ns)
         self._waiting[name] = self._waiting.get(name, 0) + 1
-        wait = self._waits[job] = Clock(name)
+        self.waiting += 1
+        wait = Clock(name)
         wait.home = client
         wait.follow(client, self.now_ns)
         return wait
 
-    def end(self, job: Job) -> None:
-        """`job` waits no more."""
-        wait = self._waits.pop(job)
+    def end(self, wait: Clock) -> None:
+        """It is over."""
         wait.follow(None, self.now_ns)
         wait.home = None
         self._apart.pop(wait, None)
+        self.waiting -= 1
         name = wait.client
         self._waiting[name] -= 1
         if not self._waiting[name]:
@@ -125,16 +124,12 @@ class Waits:
         """Whether `client` was eligible when the last pass ended."""
         return client not in self._clients or self._clients[client].home is self._eligible
 
-    def __len__(self) -> int:
-        return len(self._waits)
-
     # ---- a pass
 
-    def hold(self, job: Job, cause: str) -> None:
-        """This pass has passed `job` over for a state of its own."""
-        if (wait := self._waits.get(job)) is not None:
-            self._apart[wait] = self._passes
-            wait.follow(_PLACES[cause], self.now_ns)
+    def hold(self, wait: Clock, cause: str) -> None:
+        """This pass has passed the request over for a state of its own."""
+        self._apart[wait] = self._passes
+        wait.follow(_PLACES[cause], self.now_ns)
 
     def set_aside(self, clients: Iterable[str]) -> None:
         """This pass has passed `clients` over for the target, or for places."""
@@ -151,7 +146,7 @@ class Waits:
     def end_pass(self, cause: str, turns: Mapping[str, bool], turn_cause: str | None) -> None:
         """A pass is over. `cause` is why nothing else was admitted. `turns`: the clients that have become eligible, or
         are so no more. `turn_cause`: what those that are not wait for; None: another one's turn is not why."""
-        self._turn(*((cause, turn_cause or cause) if self._waits else (STEP, STEP)))
+        self._turn(*((cause, turn_cause or cause) if self.waiting else (STEP, STEP)))
         for name, is_eligible in turns.items():
             if (client := self._clients.get(name)) is not None:
                 client.home = self._eligible if is_eligible else self._others
