@@ -306,6 +306,8 @@ class Case:
             raise Died(f"{scheduler.chunked_req.rid} was cut, and its rest of {rest} has room for {free}")
 
     def check(self) -> None:
+        from sglang_fair.overlay.books import JOB_ATTRIBUTE
+
         scheduler, fair = self.scheduler, self.scheduler.fair
         wrong = {rid: self.ended[rid] for rid in self.sent if self.ended[rid] != 1}
         assert not wrong, f"ended so often: {wrong}"
@@ -322,8 +324,9 @@ class Case:
         assert books["charged_output_tokens"] == given, (books, given)
         admission, queue = fair._admission, fair.queue
         for kept in (
-            fair._requests._requests, fair._requests._numbered, fair._requests._given_tokens, fair._taken_back,
-            queue._jobs, queue._clients,
+            [rid for rid, one in self.requests.items() if (job := getattr(one, JOB_ATTRIBUTE, None)) and job.request],
+            [name for of in fair._interactions._clients.values() for name, one in of.items() if one.under_way],
+            fair._taken_back, queue._jobs, queue._clients,
             queue.account.running, admission._prefixes._computing,
             *(() if (steps := admission.steps) is None else (steps._present, steps._decoding, steps._runners)),
             *(() if admission.preemption is None else (admission.preemption._times,)),
