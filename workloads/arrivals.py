@@ -6,26 +6,28 @@ process is a renewal process: its gaps are drawn one by one from a Gamma distrib
 OFF phases, a rate that changes, one process after another. `GivenArrivals` takes times from a trace.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from math import sqrt
 from random import Random
-from typing import Protocol
 
 
-class Arrivals(Protocol):
+class Arrivals(ABC):
     """When the programs of one client arrive."""
 
-    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
-        """The arrivals before `until_s`, in seconds from the start of the run, in order; at most `most`.
+    @abstractmethod
+    def times(self, rng: Random) -> Iterator[float]:
+        """All arrivals, in seconds from the start of the run, in order. Equal states of `rng` give equal times."""
 
-        Equal states of `rng` give equal times, and a shorter schedule is the beginning of a longer one.
-        """
+    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
+        """The arrivals before `until_s`; at most `most`."""
+        return tuple(islice(takewhile(lambda time_s: time_s < until_s, self.times(rng)), most))
 
 
 @dataclass(frozen=True, slots=True)
-class GammaArrivals:
+class GammaArrivals(Arrivals):
     """`rate_per_s` programs a second in the long run, with coefficient of variation `cv` of the gaps."""
 
     rate_per_s: float
@@ -49,15 +51,10 @@ class GammaArrivals:
         return rng.gammavariate(shape, mean_s / shape)
 
     def times(self, rng: Random) -> Iterator[float]:
-        """Arrival times in seconds from the start of the run, without end."""
         now_s = self.gap(rng) * rng.random() if self.first_s is None else self.first_s
         while True:
             yield now_s
             now_s += self.gap(rng)
-
-    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
-        """The arrivals before `until_s`, at most `most` of them."""
-        return tuple(islice(takewhile(lambda time_s: time_s < until_s, self.times(rng)), most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ class EvenArrivals(GammaArrivals):
 
 
 @dataclass(frozen=True, slots=True)
-class OnOffArrivals:
+class OnOffArrivals(Arrivals):
     """`arrivals` in ON phases, which take turns with OFF phases in which nothing arrives.
 
     The clock of `arrivals` stands still while OFF, so an OFF phase postpones arrivals and drops none.
@@ -78,19 +75,12 @@ class OnOffArrivals:
     on_s: float = 60.0
     off_s: float = 60.0
 
-    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
-        if until_s == float("inf"):
-            on_until_s = until_s
-        else:
-            whole, part_s = divmod(until_s, self.on_s + self.off_s)
-            on_until_s = whole * self.on_s + min(part_s, self.on_s)
-        on_times = self.arrivals.schedule(rng, until_s=on_until_s, most=most)
-        times = (time_s + time_s // self.on_s * self.off_s for time_s in on_times)
-        return tuple(time_s for time_s in times if time_s < until_s)
+    def times(self, rng: Random) -> Iterator[float]:
+        return (time_s + time_s // self.on_s * self.off_s for time_s in self.arrivals.times(rng))
 
 
 @dataclass(frozen=True, slots=True)
-class RampArrivals:
+class RampArrivals(Arrivals):
     """A rate that changes linearly from one value to another within `over_s`, and stays there.
 
     Its arrivals are those of a process of one program per second, evenly spaced, on a stretched time axis.
@@ -100,9 +90,8 @@ class RampArrivals:
     end_per_s: float
     over_s: float
 
-    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
-        times = (self._time_s(expected) for expected in GammaArrivals(1.0, 0.0).times(rng))
-        return tuple(islice(takewhile(lambda time_s: time_s < until_s, times), most))
+    def times(self, rng: Random) -> Iterator[float]:
+        return map(self._time_s, GammaArrivals(1.0, 0.0).times(rng))
 
     def _time_s(self, expected: float) -> float:
         """The time by which this number of programs is expected."""
@@ -115,7 +104,7 @@ class RampArrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class PhasedArrivals:
+class PhasedArrivals(Arrivals):
     """One process after another: each of `phases` is a process and its length in seconds.
 
     Every phase starts from its own random numbers, so a change to one leaves the others alone. Nothing arrives after
@@ -124,27 +113,21 @@ class PhasedArrivals:
 
     phases: Sequence[tuple[Arrivals, float]]
 
-    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
-        times: list[float] = []
+    def times(self, rng: Random) -> Iterator[float]:
         start_s = 0.0
         for arrivals, duration_s in self.phases:
-            if start_s >= until_s:
-                break
-            phase = arrivals.schedule(
-                Random(rng.getrandbits(64)),
-                until_s=min(duration_s, until_s - start_s),
-                most=None if most is None else most - len(times),
-            )
-            times += [start_s + time_s for time_s in phase if start_s + time_s < until_s]
+            for time_s in arrivals.times(Random(rng.getrandbits(64))):
+                if time_s >= duration_s:
+                    break
+                yield start_s + time_s
             start_s += duration_s
-        return tuple(times)
 
 
 @dataclass(frozen=True, slots=True)
-class GivenArrivals:
+class GivenArrivals(Arrivals):
     """Arrivals at these times, as a trace has them."""
 
     times_s: Sequence[float]
 
-    def schedule(self, rng: Random, *, until_s: float, most: int | None = None) -> tuple[float, ...]:
-        return tuple(islice(takewhile(lambda time_s: time_s < until_s, self.times_s), most))
+    def times(self, rng: Random) -> Iterator[float]:
+        return iter(self.times_s)

@@ -137,6 +137,10 @@ def summarize(run: Run) -> Summary:
     )
 
 
+def is_well_behaved(run: Run, client: str) -> bool:
+    return bool(run.manifest.clients.get(client, {}).get("well_behaved", True))
+
+
 def prices(run: Run) -> Linear:
     return Linear(run.manifest.extend_weight, run.manifest.output_weight)
 
@@ -179,7 +183,7 @@ def _client(
     programs = [program for program in run.programs if program.client == name]
     waited, ttfts = latencies(programs, run.end.t_s), table.ttfts(mine)
     return ClientSummary(
-        well_behaved=bool(run.manifest.clients.get(name, {}).get("well_behaved", True)),
+        well_behaved=is_well_behaved(run, name),
         programs=len(programs),
         finished=sum(program.outcome == Outcome.OK for program in programs),
         requests=int(mine.sum()),

@@ -1,13 +1,17 @@
-"""Runs side by side, as tables. What each number means is in `measures`. What was not measured is None, and is printed
-as a dash, never as 0.
+"""Runs side by side, as tables and figures. What each number means is in `measures`. What was not measured is None,
+and is printed as a dash, never as 0.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.table import Table
 
-from workloads.measures import METRICS, ComparisonRow, Summary, ratios
-from workloads.table import Percentile
+from workloads.measures import METRICS, ComparisonRow, Summary, is_well_behaved, prices, ratios
+from workloads.plots import Figure, Line, Panel
+from workloads.programs import Outcome
+from workloads.records import Run
+from workloads.table import Percentile, Requests
 
 DASH = "–"
 
@@ -101,3 +105,53 @@ def client_table(summary: Summary) -> Table:
             *(shown(p) for p in (client.p50, client.p99, client.ttft_p50, client.ttft_p99)),
         )
     return view
+
+
+def figures(runs: Sequence[Run]) -> list[Figure]:
+    """For each workload its name with `-service`, each client's service over time in the first repeat, and with
+    `-latency`, how long programs of well-behaved clients took."""
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.manifest.workload].append(run)
+    found = []
+    for workload, group in groups.items():
+        first = [run for run in group if run.manifest.repeat == min(r.manifest.repeat for r in group)]
+        found += [
+            Figure(f"{workload}-service", "", [_service(first)]),
+            Figure(f"{workload}-latency", "", [[_latency(group)]]),
+        ]
+    return found
+
+
+def _service(runs: Sequence[Run]) -> list[Panel]:
+    """Actual service, where all runs know it."""
+    tables = [(Requests(run), prices(run)) for run in runs]
+    unit, curves = "actual", [table.curves(cost, "actual") for table, cost in tables]
+    if not all(curves):
+        unit, curves = "client-side", [table.curves(cost) for table, cost in tables]
+    panels = []
+    for run, of_clients in zip(runs, curves, strict=True):
+        good, bad = dict[str, Line](), dict[str, Line]()
+        for name, curve in (of_clients or {}).items():
+            lines = good if is_well_behaved(run, name) else bad
+            lines[name] = (0.0, *curve.times_s), (0.0, *curve.totals)
+        x = f"s (arrivals end at {run.manifest.duration_s:g})"
+        panels.append(Panel(f"{unit} service, units", good, x, run.manifest.scheduler, dashed=bad))
+    return panels
+
+
+def _latency(runs: Sequence[Run]) -> Panel:
+    """A curve of programs that never finished stays below 1."""
+    took: dict[str, list[float | None]] = defaultdict(list)
+    for run in runs:
+        for one in run.programs:
+            if is_well_behaved(run, one.client):
+                is_done = one.t_done_s is not None and one.outcome == Outcome.OK
+                took[run.manifest.scheduler].append(
+                    (one.t_done_s or 0.0) - one.t_intended_s if is_done else None
+                )
+    lines: dict[str, Line] = {}
+    for scheduler, times in took.items():
+        done = sorted(one for one in times if one is not None)
+        lines[scheduler] = (0.0, *done), [place / len(times) for place in range(len(done) + 1)]
+    return Panel("part of all programs", lines, "latency of a well-behaved client's program, s", top=1.02)

@@ -12,8 +12,8 @@ Interactions that the run's end cut off count nowhere.
 
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -30,97 +30,69 @@ DELAYS_S = (1.0, 5.0, 20.0)
 REFUSED = 429
 
 
-@dataclass(slots=True)
-class Totals:
-    """Of some users."""
-
-    users: int = 0
-    interactions: int = 0
-    """That ended."""
-    answered: int = 0
-    throttled: int = 0
-    cut: int = 0
-    timed_out: int = 0
-    wasted: dict[str, int] = field(default_factory=lambda: {"throttled": 0, "timed out": 0})
-    served_users: int = 0
-    heard_users: int = 0
-    delayed: dict[str, float] = field(default_factory=dict)
-    """Part of the users whose requests waited, by the seconds of `DELAYS_S`."""
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    """Of answered calls."""
-    ttft_s: float | None = None
-    """Mean over answered calls."""
-    calls: int = 0
-    refused: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """With the parts that experiments compare."""
-        return {
-            **{name: getattr(self, name) for name in self.__slots__},
-            "served_part": self.served_users / self.heard_users if self.heard_users else None,
-            "provided_part": self.answered / self.interactions if self.interactions else None,
-            "refused_part": self.refused / self.calls if self.calls else None,
-        }
-
-
-def totals(run: Run, names: Iterable[str]) -> Totals:
-    """Of these users' interactions."""
-    wanted = set(names)
-    by_name: dict[tuple[str, int], list[RequestRecord]] = {}
-    for record in run.requests:
-        if record.client in wanted:
-            by_name.setdefault((record.client, record.program), []).append(record)
-    begun = {(one.client, one.program): one for one in run.programs if one.client in wanted}
-    found, ttfts = Totals(users=len(wanted)), list[float]()
-    heard: set[str] = set()
-    served: set[str] = set()
-    waits: dict[str, list[float]] = {}
-    for name, records in by_name.items():
-        program = begun.get(name)
-        if program is None:
-            continue
-        for record in records:
-            found.calls += 1
-            found.refused += record.status == REFUSED
-            if record.waited_s is not None:
-                waits.setdefault(record.client, []).append(record.waited_s)
-            if record.outcome == Outcome.OK:
-                found.prompt_tokens += record.prompt_tokens or 0
-                found.output_tokens += record.output_tokens
-                if record.t_first_token_s is not None:
-                    ttfts.append(record.t_first_token_s - record.t_intended_s)
-        if program.outcome == Outcome.CANCELLED:
-            continue
-        found.interactions += 1
-        heard.add(name[0])
-        if program.outcome == Outcome.OK:
-            found.answered += 1
-            served.add(name[0])
-        else:
-            _count_loss(found, records)
-    found.heard_users, found.served_users = len(heard), len(served)
-    found.ttft_s = mean(ttfts) if ttfts else None
+def totals(run: Run, names: Iterable[str]) -> dict[str, Any]:
+    """Of these users' interactions. `interactions` are those that ended, tokens and `ttft_s`, a mean, are of answered
+    calls, and `delayed` has the part of the users whose requests waited so long by the seconds of `DELAYS_S`."""
+    users = set(names)
+    begun = {(one.client, one.program): one.outcome for one in run.programs if one.client in users}
+    calls: dict[tuple[str, int], list[RequestRecord]] = defaultdict(list)
+    for one in run.requests:
+        if (name := (one.client, one.program)) in begun:
+            calls[name].append(one)
+    every = [one for some in calls.values() for one in some]
+    answered = [one for one in every if one.outcome == Outcome.OK]
+    ttfts = [one.t_first_token_s - one.t_intended_s for one in answered if one.t_first_token_s is not None]
+    waits: dict[str, list[float]] = defaultdict(list)
+    for one in every:
+        if one.waited_s is not None:
+            waits[one.client].append(one.waited_s)
     means = [mean(values) for values in waits.values()]
-    found.delayed = {
-        f"{limit_s:g}": sum(one > limit_s for one in means) / len(means) if means else 0.0
-        for limit_s in DELAYS_S
+    ended = {name: begun[name] for name in calls if begun[name] != Outcome.CANCELLED}
+    final = [name for name, outcome in ended.items() if outcome == Outcome.OK]
+    lost: dict[str, list[list[RequestRecord]]] = {"throttled": [], "timed out": [], "": []}
+    for name, outcome in ended.items():
+        if outcome != Outcome.OK:
+            lost[_cause(calls[name])].append(calls[name])
+    heard, served = ({client for client, _ in some} for some in (ended, final))
+    refused = sum(one.status == REFUSED for one in every)
+    return {
+        "users": len(users),
+        "interactions": len(ended),
+        "answered": len(final),
+        "throttled": len(lost["throttled"]),
+        "cut": sum(map(_is_cut, lost["throttled"])),
+        "timed_out": len(lost["timed out"]),
+        "wasted": {cause: _spent(lost[cause]) for cause in ("throttled", "timed out")},
+        "served_users": len(served),
+        "heard_users": len(heard),
+        "delayed": {
+            f"{limit_s:g}": sum(one > limit_s for one in means) / len(means) if means else 0.0
+            for limit_s in DELAYS_S
+        },
+        "prompt_tokens": sum(one.prompt_tokens or 0 for one in answered),
+        "output_tokens": sum(one.output_tokens for one in answered),
+        "ttft_s": mean(ttfts) if ttfts else None,
+        "calls": len(every),
+        "refused": refused,
+        "served_part": len(served) / len(heard) if heard else None,
+        "provided_part": len(final) / len(ended) if ended else None,
+        "refused_part": refused / len(every) if every else None,
     }
-    return found
 
 
-def _count_loss(found: Totals, records: list[RequestRecord]) -> None:
-    """An interaction has ended without an answer."""
-    refused = [record for record in records if record.status == REFUSED]
-    spent = sum((record.extend_tokens or 0) + record.output_tokens for record in records)
-    if refused:
-        found.throttled += 1
-        first_s = min(record.t_intended_s for record in refused)
-        found.cut += any(record.outcome == Outcome.OK and record.t_done_s <= first_s for record in records)
-        found.wasted["throttled"] += spent
-    elif any(record.error == TIMED_OUT for record in records):
-        found.timed_out += 1
-        found.wasted["timed out"] += spent
+def _cause(lost: Sequence[RequestRecord]) -> str:
+    if any(one.status == REFUSED for one in lost):
+        return "throttled"
+    return "timed out" if any(one.error == TIMED_OUT for one in lost) else ""
+
+
+def _is_cut(calls: Sequence[RequestRecord]) -> bool:
+    first_s = min(one.t_intended_s for one in calls if one.status == REFUSED)
+    return any(one.outcome == Outcome.OK and one.t_done_s <= first_s for one in calls)
+
+
+def _spent(lost: Iterable[Sequence[RequestRecord]]) -> int:
+    return sum((one.extend_tokens or 0) + one.output_tokens for calls in lost for one in calls)
 
 
 def busiest_minute(times_s: Column) -> int:

@@ -6,7 +6,7 @@ have no field that asks for answers of full length. `embeddings` have one answer
 """
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,9 @@ WHOLE = frozenset({EMBEDDINGS})
 TOKEN_BYTES = 4
 """Of a packed prompt."""
 _USAGE = {"include_usage": True, "continuous_usage_stats": True}
+_OF_RESPONSES = frozenset({"response.output_text.delta", "response.reasoning_text.delta"})
+_PIECES = _OF_RESPONSES | {"content_block_delta"}
+_ENDS = frozenset({"response.completed", "response.incomplete", "response.failed", "message_stop"})
 
 
 def known_tokens(prompt: Prompt) -> int | None:
@@ -54,43 +57,27 @@ def body(
 
     Raises ValueError where `kind` cannot express the call.
     """
+    is_text, most = isinstance(call.prompt, str), call.max_output_tokens
+    prompt = call.prompt if isinstance(call.prompt, str) else _ids(call.prompt)
     if kind == GENERATE:
         if user is not None:
             raise ValueError("generate has no field for the user: name clients in a header")
-        prompt = {"text": call.prompt} if isinstance(call.prompt, str) else {"input_ids": _ids(call.prompt)}
-        sampling = {
-            "max_new_tokens": call.max_output_tokens,
-            "temperature": temperature,
-            "ignore_eos": ignore_eos,
-        }
-        return {**prompt, "sampling_params": sampling, "stream": True}
-    if kind in OF_CHATS and not isinstance(call.prompt, str):
+        sampling = {"max_new_tokens": most, "temperature": temperature, "ignore_eos": ignore_eos}
+        return {"text" if is_text else "input_ids": prompt, "sampling_params": sampling, "stream": True}
+    if kind in OF_CHATS and not is_text:
         raise ValueError(f"{kind} takes text, not token ids: give the programs a TextCodec")
-    prompt_of_text = call.prompt if isinstance(call.prompt, str) else _ids(call.prompt)
-    turns = [{"role": "user", "content": call.prompt}]
-    named: dict[str, Any] = {} if user is None else {"user": user}
+    turns = [{"role": "user", "content": prompt}]
+    made: dict[str, Any] = {"model": model}
+    if user is not None:
+        made |= {"metadata": {"user_id": user}} if kind == MESSAGES else {"user": user}
     if kind == EMBEDDINGS:
-        return {"model": model, "input": prompt_of_text, **named}
-    sampled = {"model": model, "temperature": temperature, "stream": True}
+        return made | {"input": prompt}
+    made |= {"temperature": temperature, "stream": True}
     if kind == RESPONSES:
-        return {**sampled, "input": turns, "max_output_tokens": call.max_output_tokens, **named}
-    if kind == MESSAGES:
-        named = {} if user is None else {"metadata": {"user_id": user}}
-        return {**sampled, "messages": turns, "max_tokens": call.max_output_tokens, **named}
-    common = {
-        "model": model,
-        "max_tokens": call.max_output_tokens,
-        "temperature": temperature,
-        "stream": True,
-        "stream_options": _USAGE,
-        **({"ignore_eos": True} if ignore_eos else {}),
-        **named,
-    }
-    if kind == COMPLETIONS:
-        return {**common, "prompt": prompt_of_text}
-    if kind == CHAT:
-        return {**common, "messages": turns}
-    raise ValueError(f"unknown kind of endpoint {kind!r}; there are {', '.join(PATHS)}")
+        return made | {"input": turns, "max_output_tokens": most}
+    made |= {"prompt": prompt} if kind == COMPLETIONS else {"messages": turns}
+    own = {"stream_options": _USAGE} | ({"ignore_eos": True} if ignore_eos else {})
+    return made | {"max_tokens": most} | ({} if kind == MESSAGES else own)
 
 
 @dataclass
@@ -108,102 +95,60 @@ class Answer:
 
     def feed(self, event: Mapping[str, Any]) -> None:
         """One event of the stream. Raises KeyError, TypeError or ValueError if it is not of this kind."""
-        if event.get("error") is not None:
-            error = event["error"]
+        if event.get("error") is not None or event.get("type") == "error":
+            error = event.get("error") or event
             self.error = str(error.get("message", error) if isinstance(error, Mapping) else error)
-            return
-        _FEEDERS[self.kind](self, event)
+        elif self.kind == GENERATE:
+            self._generated(event)
+        else:
+            self._said(event)
 
-
-def _feed_generate(answer: Answer, event: Mapping[str, Any]) -> None:
-    meta = event["meta_info"]
-    answer.prompt_tokens = meta.get("prompt_tokens", answer.prompt_tokens)
-    answer.cached_tokens = meta.get("cached_tokens", answer.cached_tokens)
-    answer.output_tokens = int(meta["completion_tokens"])
-    ids, text = event.get("output_ids") or [], event.get("text") or ""
-    # SGLang streams what it has so far, or, started with another option, only what is new.
-    if len(ids) == answer.output_tokens:
-        answer.tokens, answer.text = list(ids), text
-    else:
-        answer.tokens += ids
-        answer.text = text if not ids and text.startswith(answer.text) else answer.text + text
-    reason = meta.get("finish_reason")
-    if reason is not None:
-        answer.finished = True
+    def _generated(self, event: Mapping[str, Any]) -> None:
+        meta = event["meta_info"]
+        self.prompt_tokens = meta.get("prompt_tokens", self.prompt_tokens)
+        self.cached_tokens = meta.get("cached_tokens", self.cached_tokens)
+        self.output_tokens = int(meta["completion_tokens"])
+        ids, text = event.get("output_ids") or [], event.get("text") or ""
+        # SGLang streams what it has so far, or, started with another option, only what is new.
+        if len(ids) == self.output_tokens:
+            self.tokens, self.text = list(ids), text
+        else:
+            self.tokens += ids
+            self.text = text if not ids and text.startswith(self.text) else self.text + text
+        reason = meta.get("finish_reason")
+        self.finished |= reason is not None
         if isinstance(reason, Mapping) and reason.get("type") == "abort":
-            answer.error = f"aborted by the server: {reason.get('message', 'no reason given')}"
+            self.error = f"aborted by the server: {reason.get('message', 'no reason given')}"
 
+    def _said(self, event: Mapping[str, Any]) -> None:
+        """An event of any other API. Each piece is at least one token; the usage tells how many."""
+        kind, about = event.get("type"), event.get("response") or event.get("message") or event
+        if kind in _PIECES:
+            self.output_tokens += 1
+            self.text += event["delta"] if kind in _OF_RESPONSES else event["delta"].get("text") or ""
+        for choice in event.get("choices", ()):
+            delta, reason = choice.get("delta") or {}, choice.get("finish_reason")
+            piece = choice.get("text") or delta.get("content") or ""
+            self.text += piece
+            self.output_tokens += bool(piece or delta.get("reasoning_content") or delta.get("reasoning"))
+            self.finished |= reason is not None
+            self.error = "aborted by the server" if reason == "abort" else self.error
+        self.finished |= kind in _ENDS or bool(event.get("data"))
+        if kind == "response.failed":
+            self.error = str((about.get("error") or {}).get("message", "failed"))
+        if usage := about.get("usage"):
+            self._count(usage, has_prompt=kind != "message_delta")
 
-def _feed_openai(answer: Answer, event: Mapping[str, Any]) -> None:
-    for choice in event.get("choices", ()):
-        piece, delta = choice.get("text"), choice.get("delta") or {}
-        if piece is None:
-            piece = delta.get("content")
-        answer.text += piece or ""
-        if piece or delta.get("reasoning_content") or delta.get("reasoning"):
-            answer.output_tokens += 1  # at least one; the usage tells how many
-        reason = choice.get("finish_reason")
-        if reason is not None:
-            answer.finished = True
-            if reason == "abort":
-                answer.error = "aborted by the server"
-    usage = event.get("usage")
-    if usage:
-        answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
-        answer.output_tokens = usage.get("completion_tokens") or answer.output_tokens
-        details = usage.get("prompt_tokens_details")
-        if details:
-            answer.cached_tokens = details.get("cached_tokens", answer.cached_tokens)
-
-
-def _feed_responses(answer: Answer, event: Mapping[str, Any]) -> None:
-    match event["type"]:
-        case "error":
-            answer.error = str(event.get("message"))
-        case "response.output_text.delta" | "response.reasoning_text.delta":
-            answer.text += event["delta"]
-            answer.output_tokens += 1  # at least one; the usage tells how many
-        case "response.completed" | "response.incomplete" | "response.failed" as ending:
-            answer.finished = True
-            if ending == "response.failed":
-                answer.error = str((event["response"].get("error") or {}).get("message", "failed"))
-            _used(answer, event["response"].get("usage"))
-
-
-def _feed_messages(answer: Answer, event: Mapping[str, Any]) -> None:
-    match event["type"]:
-        case "message_start":
-            _used(answer, event["message"].get("usage"))
-        case "content_block_delta":
-            answer.text += event["delta"].get("text") or ""
-            answer.output_tokens += 1
-        case "message_delta":
-            answer.output_tokens = event["usage"].get("output_tokens") or answer.output_tokens
-        case "message_stop":
-            answer.finished = True
-
-
-def _used(answer: Answer, usage: Mapping[str, Any] | None) -> None:
-    """Both APIs' usage. Anthropic's input leaves out what was cached, which is told beside it."""
-    if not usage:
-        return
-    details = usage.get("input_tokens_details")
-    cached = details.get("cached_tokens") if details else usage.get("cache_read_input_tokens", 0)
-    answer.cached_tokens = cached
-    answer.prompt_tokens = usage["input_tokens"] + (0 if details else cached)
-    answer.output_tokens = usage.get("output_tokens") or answer.output_tokens
-
-
-def _feed_embeddings(answer: Answer, event: Mapping[str, Any]) -> None:
-    answer.finished = bool(event["data"])
-    answer.prompt_tokens = event["usage"]["prompt_tokens"]
-
-
-_FEEDERS: Mapping[str, Callable[[Answer, Mapping[str, Any]], None]] = {
-    GENERATE: _feed_generate,
-    COMPLETIONS: _feed_openai,
-    CHAT: _feed_openai,
-    RESPONSES: _feed_responses,
-    MESSAGES: _feed_messages,
-    EMBEDDINGS: _feed_embeddings,
-}
+    def _count(self, usage: Mapping[str, Any], *, has_prompt: bool) -> None:
+        """Anthropic's input leaves out what was cached, which is told beside it."""
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        beside = usage.get("cache_read_input_tokens", 0) if "input_tokens" in usage and not details else None
+        prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
+        if has_prompt and prompt is not None:
+            self.prompt_tokens = prompt + (beside or 0)
+            self.cached_tokens = (
+                details.get("cached_tokens", self.cached_tokens) if beside is None else beside
+            )
+        self.output_tokens = (
+            usage.get("completion_tokens") or usage.get("output_tokens") or self.output_tokens
+        )

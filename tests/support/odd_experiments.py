@@ -6,7 +6,7 @@ from typing import Any
 
 from workloads.experiments.claims import Part, graded
 from workloads.experiments.contract import Cell, Experiment, Measured, Result, Row, TrafficSpec, medians
-from workloads.experiments.plots import Figure, Panel
+from workloads.plots import Figure, Panel
 from workloads.session import Plan
 from workloads.simulation import Site
 

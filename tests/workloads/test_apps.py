@@ -97,14 +97,14 @@ def test_a_program_that_takes_too_long_is_given_up(calls: int) -> None:
     assert len({(one.client, one.program, one.call) for one in run.requests}) == len(run.requests)
     assert all(one.waited_s is not None for one in run.requests if one.outcome == Outcome.OK)
     found = totals(run, ["a", "b"])
-    assert (found.interactions, found.timed_out, found.throttled) == (20, len(late), 0)
+    assert (found["interactions"], found["timed_out"], found["throttled"]) == (20, len(late), 0)
     gone = {(one.client, one.program) for one in late}
     spent = sum(
         (one.extend_tokens or 0) + one.output_tokens
         for one in run.requests
         if (one.client, one.program) in gone
     )
-    assert found.wasted == {"throttled": 0, "timed out": spent}
+    assert found["wasted"] == {"throttled": 0, "timed out": spent}
 
 
 def test_a_call_that_is_still_thought_about_is_not_made_any_more() -> None:
@@ -169,11 +169,11 @@ def test_a_refused_call_after_an_answered_one_cuts_the_interaction() -> None:
         [("a", 0, "failed"), ("a", 1, "failed"), ("b", 0, "ok")],
     )  # fmt: skip
     found = totals(run, ["a", "b"])
-    assert (found.throttled, found.cut, found.answered, found.interactions) == (2, 1, 1, 3)
-    assert found.wasted == {"throttled": 6 + 2, "timed out": 0}
-    assert found.delayed == {"1": 1.0, "5": 1.0, "20": 0.0}
-    assert found.to_json()["served_part"] == 0.5
-    assert found.to_json()["refused_part"] == 2 / 5
+    assert (found["throttled"], found["cut"], found["answered"], found["interactions"]) == (2, 1, 1, 3)
+    assert found["wasted"] == {"throttled": 6 + 2, "timed out": 0}
+    assert found["delayed"] == {"1": 1.0, "5": 1.0, "20": 0.0}
+    assert found["served_part"] == 0.5
+    assert found["refused_part"] == 2 / 5
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from tests.support.budget import is_night
 from tests.support.live import lives
 from tests.support.odd_experiments import Odd
 from tests.support.waiting import wait_until
-from workloads.experiments import EXPERIMENTS, plots, results, store, vtc_setting
+from workloads import plots
+from workloads.experiments import EXPERIMENTS, results, store, vtc_setting
 from workloads.experiments.claims import Claim, Report, Table, at_least, at_most, graded
 from workloads.experiments.command import chosen, main, on_page
 from workloads.experiments.contract import SIZES, Cell, Experiment, Result, TrafficSpec

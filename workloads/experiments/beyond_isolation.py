@@ -8,9 +8,9 @@ from itertools import product
 from workloads.clients import Client
 from workloads.experiments.claims import Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
-from workloads.experiments.plots import Figure, Panel
 from workloads.isolation.attacks import ATTACKS, FLOOD, LIGHT_PERIOD_S, TRICKLE, Scene, scenes
 from workloads.isolation.measures import OURS, STOCK, IsolationRow, Observed, Stack, observe, rows
+from workloads.plots import Figure, Panel
 from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan

@@ -12,8 +12,8 @@ from workloads.experiments.claims import Claim, Part, Table, at_least, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Scheduler, Simulated, TrafficSpec
 from workloads.experiments.dlpm_a10g import trees
 from workloads.experiments.dlpm_setting import DIFFERENCE, KINDS, MAX_RUNNING, Point
-from workloads.experiments.plots import Figure, Panel, Panels
 from workloads.experiments.senders import clients_of, conversations, sender, traffic
+from workloads.plots import Figure, Panel, Panels
 from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan

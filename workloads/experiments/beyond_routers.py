@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Part, at_least, at_most
 from workloads.experiments.contract import Cell, Json, Result, Row, medians
-from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.senders import judge, sender, traffic
+from workloads.plots import Figure, Panel
 from workloads.records import Run
 from workloads.windows import Windows
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from workloads.experiments.plots import Figure
+from workloads.plots import Figure
 
 Entry: TypeAlias = object
 """Of a table: text, a number, or None, which is shown as a dash."""

@@ -35,10 +35,10 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from workloads.clients import Client
 from workloads.experiments.claims import Entry, Part, Table, plain, shown
-from workloads.experiments.plots import Line
 from workloads.experiments.senders import Json as Json
 from workloads.experiments.senders import TrafficSpec as TrafficSpec
 from workloads.experiments.senders import clients_of
+from workloads.plots import Line
 from workloads.records import Run
 from workloads.session import Plan
 from workloads.simulation import Site, simulate

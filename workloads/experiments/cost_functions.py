@@ -6,8 +6,8 @@ from sglang_fair.core.cost import make_cost
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.claims import Part, Table, at_most, graded
 from workloads.experiments.contract import Cell, Json, Result, Row
-from workloads.experiments.plots import Figure, variation
 from workloads.experiments.senders import even
+from workloads.plots import Figure, variation
 from workloads.records import Run
 from workloads.windows import Windows, regular_times
 

@@ -8,9 +8,9 @@ from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import SEEDS, Cell, Json, Result, Row, TrafficSpec, medians
 from workloads.experiments.dlpm_setting import CHAT, JUDGE, SCHEDULERS, TOT2, TOT3
-from workloads.experiments.plots import Figure, Panel, average, between, largest
 from workloads.experiments.senders import CHAT as CHATTING
 from workloads.experiments.senders import QUESTION_TOKENS, judge, sender, tot, traffic
+from workloads.plots import Figure, Panel, average, between, largest
 from workloads.records import Run
 from workloads.session import Plan
 

@@ -22,8 +22,8 @@ from router.core import Router
 from router.events import Arrive, Done, Place, Removed, Stored
 from workloads.experiments.claims import Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Experiment, Measured, Result, Row, TrafficSpec
-from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.senders import filler_tokens
+from workloads.plots import Figure, Panel
 from workloads.session import Plan
 from workloads.simulation import Site
 

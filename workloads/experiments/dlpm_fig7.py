@@ -10,7 +10,7 @@ from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Claim, Part, Table, graded, shown
 from workloads.experiments.contract import SEEDS, Json, Result, Row
 from workloads.experiments.dlpm_setting import KINDS, SCHEDULERS, SHIPPED_STEPS, Point, is_cut
-from workloads.experiments.plots import Figure, Panel, Panels
+from workloads.plots import Figure, Panel, Panels
 
 PANELS = (("qa-s1", "tot-s1", "judge-s1"), ("qa-s2", "tot-s2", "judge-s2"))
 """Scenarios as the panels lie: more requests above, longer prefixes below."""

@@ -27,9 +27,9 @@ from sglang_fair.settings.table import Cluster
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.experiments.claims import Entry
 from workloads.experiments.contract import Cell, Json, Result, Scheduler, Simulated, TrafficSpec
-from workloads.experiments.plots import Panel, Panels
 from workloads.experiments.store import rounded
 from workloads.measures import summarize
+from workloads.plots import Panel, Panels
 from workloads.programs import PackedCodec
 from workloads.records import Run
 from workloads.session import Plan

@@ -143,7 +143,7 @@ class Crowded(Simulated):
 
         def of(app: object = None, *kinds: bool) -> dict[str, Json]:
             names = [k for k, one in clients if one["well_behaved"] in kinds and app in (None, one["app"])]
-            return totals(run, names).to_json()
+            return totals(run, names)
 
         found = {"good": of(None, True), "bad": of(None, False), "all": of(None, True, False)}
         return {
@@ -347,7 +347,7 @@ class Table4(Simulated):
 
     def measure(self, cell: Cell, run: Run) -> Mapping[str, Json]:
         assert run.end is not None
-        apps, end_s = {name: totals(run, [name]).to_json() for name in REQUESTS}, run.end.t_s
+        apps, end_s = {name: totals(run, [name]) for name in REQUESTS}, run.end.t_s
         wasted = sum(one["wasted"]["timed out"] for one in apps.values())
         rates = {name: one | {"prompt_per_s": one["prompt_tokens"] / end_s} for name, one in apps.items()}
         return {"apps": rates, "wasted": wasted, "end_s": end_s}

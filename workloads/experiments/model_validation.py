@@ -30,8 +30,8 @@ from workloads.clients import SCENARIOS, SMALL, Client, Scale
 from workloads.clusters import Cluster, SpawnCluster, drive, verify
 from workloads.experiments.claims import Entry, Part, Table, at_most
 from workloads.experiments.contract import Cell, Experiment, Json, Measured, Result, Row, TrafficSpec
-from workloads.experiments.plots import Figure, Panel
 from workloads.measures import prices, summarize
+from workloads.plots import Figure, Panel
 from workloads.programs import Codec, PackedCodec, TokenCodec
 from workloads.records import Run
 from workloads.runs.comparison import burst, completed, rate_at

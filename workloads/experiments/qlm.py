@@ -10,7 +10,6 @@ from workloads.deadlines.run import Outcome, attained, measure, percentile
 from workloads.deadlines.traffic import Stream
 from workloads.experiments.claims import Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Measured, Result, Row, TrafficSpec, medians
-from workloads.experiments.plots import Figure, Panel
 from workloads.experiments.qlm_setting import (
     A10,
     A100,
@@ -35,6 +34,7 @@ from workloads.experiments.qlm_setting import (
     with_fleet,
     without_eviction,
 )
+from workloads.plots import Figure, Panel
 from workloads.session import Plan
 from workloads.simulation import Site
 

@@ -24,7 +24,7 @@ from workloads.experiments.contract import (
     TrafficSpec,
     medians,
 )
-from workloads.experiments.plots import Figure, Panel
+from workloads.plots import Figure, Panel
 from workloads.session import Plan
 from workloads.simulation import Site
 

@@ -13,8 +13,8 @@ from sglang_fair.core import POLICIES
 from sglang_fair.settings.table import Cluster
 from workloads.experiments.claims import Entry, Report, plain, shown
 from workloads.experiments.contract import Cell, Experiment, Result
-from workloads.experiments.plots import Figure
 from workloads.experiments.store import Record
+from workloads.plots import Figure
 
 DPI = 110
 
@@ -108,18 +108,12 @@ def figure_file(experiment: str, figure: Figure, suffix: str) -> str:
 
 def draw(found: Iterable[Reported], folder: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
     """Draw every figure into `folder`. Equal records give equal files. Raises ImportError without matplotlib."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure as Canvas
-
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for one, suffix in product(found, suffixes):
         for figure in one.report.figures:
             path = folder / figure_file(one.experiment.id, figure, suffix)
-            with rc_context({"svg.hashsalt": "sglang-fair", "svg.fonttype": "none"}):
-                canvas = Canvas(figsize=figure.inches, layout="constrained")
-                figure.draw(canvas)
-                canvas.savefig(path, dpi=DPI, metadata={"Date" if suffix == "svg" else "Software": None})
+            figure.save(path, DPI)
             written.append(path)
     return written
 

@@ -8,9 +8,9 @@ from sglang_fair.core.cost import make_cost
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.claims import Claim, Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, TrafficSpec, medians
-from workloads.experiments.plots import Figure, average, variation
 from workloads.experiments.senders import even, on_off, poisson
 from workloads.experiments.vtc_setting import BOUND, IN_STEP, LENGTH_S, TOKENS, WINDOW_S
+from workloads.plots import Figure, average, variation
 from workloads.records import Run
 
 RPM = (90, 180)

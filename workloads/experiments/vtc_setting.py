@@ -15,7 +15,7 @@ from sglang_fair.core.cost import Cost, make_cost
 from workloads.experiments import senders
 from workloads.experiments.claims import Table
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
-from workloads.experiments.plots import Figure, Line, Panel, Panels, largest
+from workloads.plots import Figure, Line, Panel, Panels, largest
 from workloads.programs import Outcome
 from workloads.records import Run
 from workloads.session import Plan

@@ -10,7 +10,7 @@ from workloads.clients import Client
 from workloads.experiments import vtc_setting as vtc
 from workloads.experiments.claims import Claim, Entry, Part, Table, at_least, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
-from workloads.experiments.plots import Figure, Panel, Panels
+from workloads.plots import Figure, Panel, Panels
 from workloads.programs.codec import PackedCodec
 from workloads.programs.prose import seeded
 from workloads.records import Run

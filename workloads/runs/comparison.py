@@ -28,7 +28,7 @@ from workloads.clients import SCENARIOS, Client, Scale
 from workloads.measures import LINE, Summary, ratios, rows, summarize
 from workloads.programs import Codec
 from workloads.records import Cell, Run, read, replace_text
-from workloads.report import comparison_table, ratio_table
+from workloads.report import comparison_table, figures, ratio_table
 from workloads.session import Plan
 
 OURS = "d2lpm+dlpm"
@@ -284,12 +284,12 @@ class Comparison:
         print_line(line, self.case.json_file)
 
     def _draw(self, runs: Sequence[Run], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            from workloads.plots import draw_all
+            for figure in figures(runs):
+                figure.save(folder / f"{figure.name}.png")
         except ImportError as error:
             self.say(f"no plots: {missing_extra('matplotlib') or error}")
-        else:
-            draw_all(runs, folder)
 
     def _save(self) -> None:
         if self.folder is not None:
