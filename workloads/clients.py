@@ -56,14 +56,13 @@ class Scale:
     """Sizes of the scenarios' programs; the defaults are DLPM's (Tables 2 and 3). Lengths in tokens."""
 
     good_clients: int = 3
-    question_tokens: int | None = 546
-    """None: as long as the questions are."""
+    question_tokens: int = 546
     thought_tokens: int = 256
     height: int = 4
     good_branches: int = 2
     bad_branches: int = 4
     bad_question_factor: int = 10
-    article_tokens: int | None = 2701
+    article_tokens: int = 2701
     judgement_tokens: int = 256
     good_dimensions: int = 2
     bad_dimensions: int = 16
@@ -115,10 +114,7 @@ def _tot(scale: Scale, *, branches: int | None = None, questions: int = 1) -> Sh
 
     def begin(seed: str, client: str, index: int, texts: Texts, codec: Codec) -> Program:
         rng = seeded(seed, client, "question", index)
-        if scale.question_tokens is not None:
-            return tree.program(draw(texts.questions, rng, codec, scale.question_tokens * questions), codec)
-        parts = [draw(texts.questions, rng, codec) for _ in range(questions)]
-        return tree.program(codec.join(*parts), codec)
+        return tree.program(draw(texts.questions, rng, codec, scale.question_tokens * questions), codec)
 
     return Shape(tree.requests, begin)
 

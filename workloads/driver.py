@@ -43,21 +43,8 @@ from workloads.session import (
     Wait,
 )
 
-__all__ = ["HEADER_WORKER", "Driver", "Endpoint", "Headers"]
-
 HEADER_WORKER = "x-fair-worker"
 """In an answer: which replica served it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Headers:
-    """Names of the headers that say who sent a request. A header with an empty name is not sent."""
-
-    client: str = HEADER_CLIENT
-    app: str = HEADER_APP
-    interaction: str = HEADER_INTERACTION
-    stage: str = HEADER_STAGE
-    last: str = HEADER_LAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +54,8 @@ class Endpoint:
     url: str
     kind: str = wire.GENERATE
     model: str = "default"
-    headers: Headers = field(default_factory=Headers)
+    named_in: str = HEADER_CLIENT
+    """The header with the client's name, the default beside those of application, interaction and stage; "": none."""
     ignore_eos: bool = True
     """Ask for answers of full length, so that all schedulers do the same work."""
     temperature: float = 0.0
@@ -87,13 +75,10 @@ class Endpoint:
         self, client: str, app: str, interaction: str, stage: str, *, last: bool = False, tag: str = ""
     ) -> dict[str, str]:
         """The HTTP headers of one request; `tag` follows the client's name."""
-        named = {
-            self.headers.client: client + tag,
-            self.headers.app: app,
-            self.headers.interaction: interaction,
-            self.headers.stage: stage,
-            self.headers.last if self.headers.interaction else "": "1" if last else "",
-        }
+        named = {self.named_in: client + tag}
+        if self.named_in == HEADER_CLIENT:
+            named |= {HEADER_APP: app, HEADER_INTERACTION: interaction, HEADER_STAGE: stage}
+            named |= {HEADER_LAST: "1" if last else ""}
         key = self.api_keys.get(client, self.api_key)
         if key is not None:
             named["authorization"] = f"Bearer {key}"
@@ -196,7 +181,7 @@ class Driver:
                     self._timers_set += 1
                     heappush(self._timers, (until_s, self._timers_set, what))
                 case Send(request):
-                    self._exchanges[request] = self._exchange_for(request)
+                    self._exchanges[request] = _Exchange(self._endpoint.kind, request.call)
                     self._spawn(self._request(request))
                 case Cancel(request):
                     if request in self._exchanges:
@@ -232,19 +217,16 @@ class Driver:
             if isinstance(what, Request):
                 self._session.due(what, now_s)
         for request in list(self._session.under_way):
-            exchange = self._exchanges.pop(request, None) or self._exchange_for(request)
-            exchange.outcome, exchange.error = Outcome.CANCELLED, RUN_ENDED
-            self._carry_out(self._session.ended(request, exchange.ending(request.call), now_s))
+            exchange = self._exchanges.pop(request, None) or _Exchange(self._endpoint.kind, request.call)
+            exchange.how.error = RUN_ENDED
+            self._carry_out(self._session.ended(request, exchange.ended(Outcome.CANCELLED), now_s))
 
     # ---- requests
-
-    def _exchange_for(self, request: Request) -> "_Exchange":
-        known = wire.known_tokens(request.call.prompt)
-        return _Exchange(wire.Answer(self._endpoint.kind, prompt_tokens=known))
 
     async def _request(self, request: Request) -> None:
         """Send one call and read its answer; whatever happens, the session hears how it ended."""
         endpoint, exchange = self._endpoint, self._exchanges[request]
+        how = exchange.how
         body = wire.body(
             endpoint.kind,
             request.call,
@@ -258,15 +240,14 @@ class Driver:
                 if not exchange.is_given_up:
                     await self._exchange(request, body, exchange)
         except TimeoutError:
-            exchange.error = f"no answer within {endpoint.timeout_s:g} s"
+            how.error = f"no answer within {endpoint.timeout_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
-            exchange.error = f"{type(error).__name__}: {error}"
-        if exchange.is_given_up and (exchange.error is not None or not exchange.done):
-            exchange.error = TIMED_OUT
-        if exchange.error is None:
-            exchange.outcome = Outcome.OK
+            how.error = f"{type(error).__name__}: {error}"
+        if exchange.is_given_up and (how.error is not None or not exchange.done):
+            how.error = TIMED_OUT
         del self._exchanges[request]
-        self._carry_out(self._session.ended(request, exchange.ending(request.call), self._now()))
+        exchange.ended(Outcome.OK if how.error is None else Outcome.FAILED)
+        self._carry_out(self._session.ended(request, how, self._now()))
         self._run_timers()
         self._wake.set()
         if self._watch is not None:
@@ -284,10 +265,10 @@ class Driver:
         )
         url = endpoint.url.rstrip("/") + wire.PATHS[endpoint.kind]
         async with self._http.post(url, json=body, headers=headers) as response:
-            exchange.status = response.status
-            exchange.worker = response.headers.get(HEADER_WORKER)
+            exchange.how.status = response.status
+            exchange.how.worker = response.headers.get(HEADER_WORKER)
             if response.status != 200:
-                exchange.error = f"HTTP {response.status}: {(await response.text())[:300]}"
+                exchange.how.error = f"HTTP {response.status}: {(await response.text())[:300]}"
                 return
             if endpoint.kind in wire.WHOLE:
                 exchange.take(await response.read(), self._now())
@@ -328,20 +309,17 @@ class Driver:
         return accounts
 
 
-@dataclass(slots=True)
 class _Exchange:
-    """One request and its answer, as far as it has come."""
+    """One request and its answer, as far as it has come; at last how it ended."""
 
-    answer: wire.Answer
-    token_times: list[tuple[float, int]] = field(default_factory=list)
-    outcome: Outcome = Outcome.FAILED
-    worker: str | None = None
-    status: int | None = None
-    error: str | None = None
-    done: bool = False
-    limit: asyncio.Timeout | None = None
-    """What interrupts it; None: it has not begun."""
-    is_given_up: bool = False
+    def __init__(self, kind: str, call: Call) -> None:
+        self._call = call
+        self._answer = wire.Answer(kind, prompt_tokens=wire.known_tokens(call.prompt))
+        self._times: list[tuple[float, int]] = []
+        self.how = Ending(Reply(outcome=Outcome.FAILED), token_times=self._times)
+        self.done = self.is_given_up = False
+        self.limit: asyncio.Timeout | None = None
+        """What interrupts it; None: it has not begun."""
 
     def give_up(self) -> None:
         self.is_given_up = True
@@ -353,31 +331,23 @@ class _Exchange:
         if data == b"[DONE]":
             self.done = True
             return
-        before = self.answer.output_tokens
-        self.answer.feed(msgspec.json.decode(data))
-        if self.answer.output_tokens > before:
-            times = self.token_times
+        before, times = self._answer.output_tokens, self._times
+        self._answer.feed(msgspec.json.decode(data))
+        if self._answer.output_tokens > before:
             if len(times) > 1 and times[-1][0] - times[-2][0] < step_s:
                 times.pop()
-            times.append((round(now_s, 6), self.answer.output_tokens))
+            times.append((round(now_s, 6), self._answer.output_tokens))
 
     def close(self) -> None:
         """The stream has ended: with an answer, or with an error that says what is missing."""
-        if self.answer.error is not None:
-            self.error = self.answer.error
-        elif not self.answer.finished:
-            self.error = "the stream ended before the answer did"
+        self.how.error = self._answer.error
+        if not self._answer.finished and self.how.error is None:
+            self.how.error = "the stream ended before the answer did"
 
-    def ending(self, call: Call) -> Ending:
-        answer, tokens = self.answer, tuple(self.answer.tokens)
-        packed = wire.pack(tokens) if isinstance(call.prompt, bytes) else b""
-        return Ending(
-            Reply(answer.text, tokens, self.outcome, packed),
-            prompt_tokens=answer.prompt_tokens,
-            cached_tokens=answer.cached_tokens,
-            output_tokens=answer.output_tokens,
-            token_times=self.token_times,
-            worker=self.worker,
-            status=self.status,
-            error=self.error,
-        )
+    def ended(self, outcome: Outcome) -> Ending:
+        answer, tokens = self._answer, tuple(self._answer.tokens)
+        packed = wire.pack(tokens) if isinstance(self._call.prompt, bytes) else b""
+        self.how.reply = Reply(answer.text, tokens, outcome, packed)
+        self.how.prompt_tokens, self.how.cached_tokens = answer.prompt_tokens, answer.cached_tokens
+        self.how.output_tokens = answer.output_tokens
+        return self.how

@@ -7,18 +7,17 @@ from typing import Any
 
 import aiohttp
 
-from sglang_fair.common.identity import API_KEY, USER
-from workloads.driver import Headers
+from sglang_fair.common.identity import API_KEY, HEADER_CLIENT, USER
 
-IDENTITIES: Mapping[str, Headers] = {
-    "fair": Headers(),
-    "tenant": Headers("x-tenant-id", "", "", ""),
-    "smg": Headers("x-smg-tenant-id", "", "", ""),
-    "llm-d": Headers("x-llm-d-inference-fairness-id", "", "", ""),
-    "gateway-api": Headers("x-gateway-inference-fairness-id", "", "", ""),
-    API_KEY: Headers("", "", "", ""),
-    USER: Headers("", "", "", ""),
-    "none": Headers("", "", "", ""),
+IDENTITIES: Mapping[str, str] = {
+    "fair": HEADER_CLIENT,
+    "tenant": "x-tenant-id",
+    "smg": "x-smg-tenant-id",
+    "llm-d": "x-llm-d-inference-fairness-id",
+    "gateway-api": "x-gateway-inference-fairness-id",
+    API_KEY: "",
+    USER: "",
+    "none": "",
 }
 """Where a client's name goes, by the server that reads it there: ours (with application, interaction and stage), any
 that takes a tenant, sglang-router (SMG), llm-d's router, the Gateway API's; a key for each client; OpenAI's field
@@ -39,18 +38,18 @@ def identity(place: str, names: Sequence[str], keys: Mapping[str, str] | None = 
     checked.
     """
     if place.startswith(HEADER) and place != HEADER:
-        return {"headers": Headers(place.removeprefix(HEADER), "", "", "")}
+        return {"named_in": place.removeprefix(HEADER)}
     if place not in IDENTITIES:
         known = ", ".join(IDENTITIES)
         raise ValueError(f"unknown identity {place!r}; there are {known}, and {HEADER}NAME")
     if keys and place != API_KEY:
         raise ValueError(f"keys of clients belong to the identity {API_KEY}, not to {place}")
     if place != API_KEY:
-        return {"headers": IDENTITIES[place], "user_field": place == USER}
+        return {"named_in": IDENTITIES[place], "user_field": place == USER}
     given = keys or {}
     if unknown := sorted(given.keys() - set(names)):
         raise ValueError(f"keys of clients that there are not: {', '.join(unknown)}")
-    return {"headers": IDENTITIES[place], "api_keys": {name: given.get(name, name) for name in names}}
+    return {"named_in": IDENTITIES[place], "api_keys": {name: given.get(name, name) for name in names}}
 
 
 def read_keys(path: Path) -> dict[str, str]:

@@ -1,36 +1,18 @@
 """Prompts of a stated length: as token ids where the model's vocabulary is known, as text where not.
 
 Programs build prompts through a `Codec` and never look inside, so the same program runs against a model
-with one token a byte, one with a real tokenizer, and an endpoint that takes nothing but text.
+with one token a byte, one with a real tokenizer, and an endpoint that takes nothing but text. Equal texts encode
+equally; what `join` puts first is a prefix.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TypeAlias, cast
 
 from workloads.programs.call import Prompt, Reply
 
 TOKEN_BYTES = 4
 """Of a packed token id."""
-
-
-class Codec(Protocol):
-    """How a program writes prompts. Equal texts encode equally; what `join` puts first is a prefix."""
-
-    def encode(self, text: str) -> Prompt:
-        """`text` as (part of) a prompt."""
-
-    def cut(self, text: str, tokens: int) -> Prompt:
-        """The first `tokens` tokens of `text`: exactly, where tokens can be counted."""
-
-    def count(self, text: str) -> int:
-        """Tokens in `text`, estimated where they cannot be counted."""
-
-    def join(self, *parts: Prompt) -> Prompt:
-        """One prompt of several parts."""
-
-    def answer(self, reply: Reply) -> Prompt:
-        """What the model said, to be put into a later prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +25,7 @@ class TextCodec:
         return text
 
     def cut(self, text: str, tokens: int) -> Prompt:
+        """The first `tokens` tokens: exactly, where they can be counted, which this codec cannot."""
         return text[: max(1, round(tokens * self.chars_per_token))]
 
     def count(self, text: str) -> int:
@@ -98,6 +81,9 @@ class PackedCodec:
 
     def answer(self, reply: Reply) -> Prompt:
         return reply.packed
+
+
+Codec: TypeAlias = TextCodec | TokenCodec | PackedCodec
 
 
 def _packed(text: str) -> bytes:

@@ -31,20 +31,13 @@ class Source(ABC):
     def sentences(self, rng: Random) -> Iterator[str]:
         """Endless text in pieces; equal for equal states of `rng`. The first piece tells texts apart."""
 
-    @abstractmethod
-    def natural_pieces(self, rng: Random) -> int:
-        """How many pieces make one text of natural length."""
-
     def ending(self, rng: Random) -> str:
         """What closes a text, such as the question of a word problem."""
         return ""
 
 
-def draw(source: Source, rng: Random, codec: Codec, tokens: int | None = None) -> Prompt:
-    """One text of exactly `tokens` tokens where `codec` can count them; of natural length when None."""
-    if tokens is None:
-        pieces = list(islice(source.sentences(rng), source.natural_pieces(rng)))
-        return codec.encode(" ".join([*pieces, source.ending(rng)]).strip())
+def draw(source: Source, rng: Random, codec: Codec, tokens: int) -> Prompt:
+    """One text of exactly `tokens` tokens where `codec` can count them."""
     if tokens < 1:
         raise ValueError(f"a text needs at least 1 token, not {tokens}")
     ending = source.ending(rng)
@@ -91,9 +84,6 @@ class WordProblems(Source):
                 day=rng.choice(_WORDS["days"]),
             )
 
-    def natural_pieces(self, rng: Random) -> int:
-        return rng.randint(3, 5)
-
     def ending(self, rng: Random) -> str:
         return rng.choice(_WORDS["questions"])
 
@@ -120,9 +110,6 @@ class Articles(Source):
                 year=year + rng.randint(0, 12),
             )
 
-    def natural_pieces(self, rng: Random) -> int:
-        return rng.randint(25, 40)
-
 
 @dataclass(frozen=True, slots=True)
 class Passages(Source):
@@ -133,9 +120,6 @@ class Passages(Source):
 
     def sentences(self, rng: Random) -> Iterator[str]:
         return _passages(rng.getrandbits(128))
-
-    def natural_pieces(self, rng: Random) -> int:
-        return rng.randint(3, 5)
 
 
 def filler(name: str, codec: Codec, tokens: int) -> Prompt:
@@ -176,9 +160,6 @@ class Given(Source):
     def sentences(self, rng: Random) -> Iterator[str]:
         while True:
             yield rng.choice(self.texts)
-
-    def natural_pieces(self, rng: Random) -> int:
-        return 1
 
 
 def seeded(*names: object) -> Random:
