@@ -7,7 +7,7 @@ only on (seed, client), so every scheduler sees the same load.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import exp
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from workloads.arrivals import Arrivals, GammaArrivals
 from workloads.programs.call import Program
 from workloads.programs.codec import Codec
 from workloads.programs.kinds import Chat, DocumentQa, Judge, Single, TreeOfThought
-from workloads.programs.prose import Articles, Passages, Source, WordProblems, draw, filler, seeded
+from workloads.programs.prose import ARTICLES, PASSAGES, WORD_PROBLEMS, Source, draw, filler, seeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ decoded token costs about ten prefilled ones: prompts to outputs, and S2's pream
 class Texts:
     """Sources of the texts that prompts are made of."""
 
-    questions: Source = field(default_factory=WordProblems)
-    articles: Source = field(default_factory=Articles)
+    questions: Source = WORD_PROBLEMS
+    articles: Source = ARTICLES
 
 
 class Shape(NamedTuple):
@@ -140,10 +140,8 @@ def _qa(scale: Scale, *, documents: int = 1) -> Shape:
     def begin(seed: str, client: str, index: int, texts: Texts, codec: Codec) -> Program:
         rng = seeded(seed, client, "document", index)
         factor = exp(spread * rng.gauss(0.0, 1.0) - spread**2 / 2)
-        document = draw(Passages(), rng, codec, max(1, round(mean_tokens * factor)))
-        questions = [
-            draw(Passages(), rng, codec, scale.document_question_tokens) for _ in range(qa.questions)
-        ]
+        document = draw(PASSAGES, rng, codec, max(1, round(mean_tokens * factor)))
+        questions = [draw(PASSAGES, rng, codec, scale.document_question_tokens) for _ in range(qa.questions)]
         return qa.program(document, questions, codec)
 
     return Shape(qa.requests, begin)

@@ -26,7 +26,7 @@ from workloads.clients import (
     fixed_length_client,
 )
 from workloads.programs import Codec, TextCodec, TokenCodec
-from workloads.programs.prose import Articles, Given, WordProblems
+from workloads.programs.prose import ARTICLES, WORD_PROBLEMS, Source, given
 from workloads.traces import Trace, find_trace, mix, servegen
 
 SINGLE, CHAT, TRACE = "single", "chat", "trace"
@@ -165,8 +165,8 @@ class LoadOptions:
             return load_trace(read_trace(self.trace, self, until_s), specs, self, codec)
         specs = parse_clients(self.clients or ["4"], self.workload)
         texts = Texts(
-            read_questions(self.questions) if self.questions else WordProblems(),
-            read_articles(self.articles) if self.articles else Articles(),
+            read_questions(self.questions) if self.questions else WORD_PROBLEMS,
+            read_articles(self.articles) if self.articles else ARTICLES,
         )
         clients = [_client(spec, self, codec, texts) for spec in specs]
         at_once = {
@@ -280,7 +280,7 @@ def _client(spec: ClientSpec, options: LoadOptions, codec: Codec, texts: Texts) 
 # ---- files
 
 
-def read_questions(path: Path) -> Given:
+def read_questions(path: Path) -> Source:
     """The `question` of every line of JSON, as GSM8K has it. Raises ValueError with file and line number."""
     questions = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -294,7 +294,7 @@ def read_questions(path: Path) -> Given:
     return _given(questions, path)
 
 
-def read_articles(path: Path) -> Given:
+def read_articles(path: Path) -> Source:
     """Every `*.txt` file of a folder in order of name; or one file, an article a paragraph."""
     if path.is_dir():
         texts = [file.read_text(encoding="utf-8").strip() for file in sorted(path.glob("*.txt"))]
@@ -316,7 +316,7 @@ def read_codec(folder: Path | None) -> Codec:
     return TokenCodec(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids))
 
 
-def _given(texts: list[str], path: Path) -> Given:
+def _given(texts: list[str], path: Path) -> Source:
     if not texts:
         raise ValueError(f"{path}: holds no text")
-    return Given(tuple(texts))
+    return given(texts)

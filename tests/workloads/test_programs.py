@@ -25,7 +25,7 @@ from workloads.programs import (
     TreeOfThought,
     Turn,
 )
-from workloads.programs.prose import Articles, Given, Passages, WordProblems, draw, seeded
+from workloads.programs.prose import ARTICLES, PASSAGES, WORD_PROBLEMS, draw, given, seeded
 
 BYTES = TokenCodec(lambda text: list(text.encode()))
 WORDS = TokenCodec(lambda text: [len(word) for word in text.split()])
@@ -137,7 +137,7 @@ def test_a_program_may_run_programs_and_calls_side_by_side_and_get_their_values(
 
 
 @pytest.mark.parametrize(
-    "source", [WordProblems(), Articles(), Passages(), Given(("One two three.", "Four five."))]
+    "source", [WORD_PROBLEMS, ARTICLES, PASSAGES, given(("One two three.", "Four five."))]
 )
 @pytest.mark.parametrize("tokens", [1, 7, 40, 700])
 def test_a_text_has_exactly_the_tokens_asked_for(source, tokens):

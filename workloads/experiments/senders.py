@@ -41,7 +41,7 @@ from workloads.clients import Client, fixed_length_client
 from workloads.programs import PackedCodec
 from workloads.programs.call import Program
 from workloads.programs.kinds import Chat, Judge, TreeOfThought
-from workloads.programs.prose import Articles, WordProblems, draw, filler, seeded
+from workloads.programs.prose import ARTICLES, WORD_PROBLEMS, draw, filler, seeded
 
 MINUTE_S, START_S, FOREVER_S = 60.0, 1e-3, 1e9
 CODEC = PackedCodec()
@@ -180,10 +180,10 @@ def _program(shape: Mapping[str, Json], seed: str, name: str, index: int) -> Pro
 
     match shape["kind"]:
         case "tot":
-            question = draw(WordProblems(), seeded(seed, name, "question", index), CODEC, shape["question"])
+            question = draw(WORD_PROBLEMS, seeded(seed, name, "question", index), CODEC, shape["question"])
             return TreeOfThought(shape["branches"]).program(instructed(question), CODEC)
         case "judge":
-            article = draw(Articles(), seeded(seed, name, "article", index), CODEC, shape["article"])
+            article = draw(ARTICLES, seeded(seed, name, "article", index), CODEC, shape["article"])
             return Judge(shape["dimensions"]).program(instructed(article), CODEC)
         case "chat":
             return _chat(shape, seeded(seed, name, "chat", index))

@@ -10,7 +10,7 @@ from random import Random
 
 from workloads.programs.call import Call, Program, Prompt, Reply
 from workloads.programs.codec import Codec
-from workloads.programs.prose import Passages, draw
+from workloads.programs.prose import PASSAGES, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Chat:
         words = self.words_tokens * exp(rng.gauss(0.0, _WORDS_SPREAD) - _WORDS_SPREAD**2 / 2)
         answer = rng.gammavariate(_ANSWER_SHAPE, self.answer_tokens / _ANSWER_SHAPE)
         think_s = 0.0 if first or not self.think_s else rng.expovariate(1 / self.think_s)
-        return Turn(draw(Passages(), rng, codec, _within(words)), _within(answer), think_s)
+        return Turn(draw(PASSAGES, rng, codec, _within(words)), _within(answer), think_s)
 
 
 def _within(tokens: float) -> int:

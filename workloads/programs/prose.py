@@ -5,14 +5,13 @@ unless the program wants them to: DLPM's bounds are stated for clients that shar
 """
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
 from importlib.resources import files
 from itertools import islice
 from random import Random
+from typing import NamedTuple
 
 from workloads.programs.call import Prompt
 from workloads.programs.codec import Codec
@@ -24,23 +23,20 @@ _WORDS: Mapping[str, Sequence[str]] = {
 """Words, and templates of sentences."""
 
 
-class Source(ABC):
+class Source(NamedTuple):
     """Where a program's text comes from."""
 
-    @abstractmethod
-    def sentences(self, rng: Random) -> Iterator[str]:
-        """Endless text in pieces; equal for equal states of `rng`. The first piece tells texts apart."""
-
-    def ending(self, rng: Random) -> str:
-        """What closes a text, such as the question of a word problem."""
-        return ""
+    sentences: Callable[[Random], Iterator[str]]
+    """Endless text in pieces; equal for equal states of the generator. The first piece tells texts apart."""
+    endings: Sequence[str] = ()
+    """What closes a text, such as the question of a word problem: one of these."""
 
 
 def draw(source: Source, rng: Random, codec: Codec, tokens: int) -> Prompt:
     """One text of exactly `tokens` tokens where `codec` can count them."""
     if tokens < 1:
         raise ValueError(f"a text needs at least 1 token, not {tokens}")
-    ending = source.ending(rng)
+    ending = rng.choice(source.endings) if source.endings else ""
     body_tokens = tokens - (codec.count(" " + ending) if ending else 0)
     if not ending or body_tokens < tokens // 2:
         return codec.cut(_at_least(source.sentences(rng), codec, tokens), tokens)
@@ -64,66 +60,46 @@ def _at_least(sentences: Iterator[str], codec: Codec, tokens: int) -> str:
     raise ValueError("the source of text ran dry")
 
 
-@dataclass(frozen=True, slots=True)
-class WordProblems(Source):
+def _problems(rng: Random) -> Iterator[str]:
     """Questions in the manner of GSM8K, from templates."""
-
-    def sentences(self, rng: Random) -> Iterator[str]:
-        who, item = rng.choice(_WORDS["names"]), rng.choice(_WORDS["items"])
-        town, boxes = rng.choice(_WORDS["towns"]), rng.choice(_WORDS["boxes"])
-        yield f"{who} of {town} has {rng.randint(12, 999)} {item} in {rng.randint(2, 40)} {boxes}."
-        while True:
-            template = rng.choice(_WORDS["events"])
-            yield template.format(
-                who=who,
-                other=rng.choice(_WORDS["names"]),
-                item=item,
-                second=rng.choice(_WORDS["items"]),
-                a=rng.randint(2, 60),
-                b=rng.randint(2, 12),
-                day=rng.choice(_WORDS["days"]),
-            )
-
-    def ending(self, rng: Random) -> str:
-        return rng.choice(_WORDS["questions"])
+    who, item = rng.choice(_WORDS["names"]), rng.choice(_WORDS["items"])
+    town, boxes = rng.choice(_WORDS["towns"]), rng.choice(_WORDS["boxes"])
+    yield f"{who} of {town} has {rng.randint(12, 999)} {item} in {rng.randint(2, 40)} {boxes}."
+    while True:
+        template = rng.choice(_WORDS["events"])
+        yield template.format(
+            who=who,
+            other=rng.choice(_WORDS["names"]),
+            item=item,
+            second=rng.choice(_WORDS["items"]),
+            a=rng.randint(2, 60),
+            b=rng.randint(2, 12),
+            day=rng.choice(_WORDS["days"]),
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Articles(Source):
+def _articles(rng: Random) -> Iterator[str]:
     """Plausible news prose about nothing, from word lists."""
-
-    def sentences(self, rng: Random) -> Iterator[str]:
-        topic, place = rng.choice(_WORDS["topics"]), rng.choice(_WORDS["towns"])
-        year = rng.randint(1890, 2030)
-        yield f"{rng.choice(_WORDS['names'])}'s {topic} of {place}, {year}, volume {rng.randint(1, 9999)}."
-        while True:
-            template = rng.choice(_WORDS["claims"])
-            yield template.format(
-                who=f"{rng.choice(_WORDS['names'])} {rng.choice(_WORDS['surnames'])}",
-                topic=topic,
-                place=rng.choice((place, rng.choice(_WORDS["towns"]))),
-                adjective=rng.choice(_WORDS["adjectives"]),
-                noun=rng.choice(_WORDS["nouns"]),
-                second=rng.choice(_WORDS["nouns"]),
-                verb=rng.choice(_WORDS["verbs"]),
-                number=rng.randint(3, 9000),
-                year=year + rng.randint(0, 12),
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Passages(Source):
-    """Long text at little cost: a random word that no other text begins with, then passages of one book.
-
-    Two texts have passages in common, but no prefix; only prefixes are cached.
-    """
-
-    def sentences(self, rng: Random) -> Iterator[str]:
-        return _passages(rng.getrandbits(128))
+    topic, place = rng.choice(_WORDS["topics"]), rng.choice(_WORDS["towns"])
+    year = rng.randint(1890, 2030)
+    yield f"{rng.choice(_WORDS['names'])}'s {topic} of {place}, {year}, volume {rng.randint(1, 9999)}."
+    while True:
+        template = rng.choice(_WORDS["claims"])
+        yield template.format(
+            who=f"{rng.choice(_WORDS['names'])} {rng.choice(_WORDS['surnames'])}",
+            topic=topic,
+            place=rng.choice((place, rng.choice(_WORDS["towns"]))),
+            adjective=rng.choice(_WORDS["adjectives"]),
+            noun=rng.choice(_WORDS["nouns"]),
+            second=rng.choice(_WORDS["nouns"]),
+            verb=rng.choice(_WORDS["verbs"]),
+            number=rng.randint(3, 9000),
+            year=year + rng.randint(0, 12),
+        )
 
 
 def filler(name: str, codec: Codec, tokens: int) -> Prompt:
-    """`tokens` tokens of `Passages`, the same for the same name: for prompts by the million."""
+    """`tokens` tokens of `PASSAGES`, the same for the same name: for prompts by the million."""
     digest = blake2b(name.encode(), digest_size=16).digest()
     return codec.cut(_at_least(_passages(int.from_bytes(digest, "little")), codec, tokens), tokens)
 
@@ -143,23 +119,24 @@ _PASSAGES, _PASSAGE_SENTENCES = 128, 8
 
 @cache
 def _book() -> tuple[str, ...]:
-    sentences = islice(Articles().sentences(seeded("book")), 1, None)
+    sentences = islice(_articles(seeded("book")), 1, None)
     return tuple(" ".join(islice(sentences, _PASSAGE_SENTENCES)) for _ in range(_PASSAGES))
 
 
-@dataclass(frozen=True, slots=True)
-class Given(Source):
+WORD_PROBLEMS, ARTICLES = Source(_problems, _WORDS["questions"]), Source(_articles)
+PASSAGES = Source(lambda rng: _passages(rng.getrandbits(128)))
+"""Long text at little cost: a random word that no other text begins with, then passages of one book. Two texts have
+passages in common, but no prefix; only prefixes are cached."""
+
+
+def given(texts: Sequence[str]) -> Source:
     """Texts that were read from a file. A longer text than one is several, a shorter one is cut."""
 
-    texts: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if not any(text.strip() for text in self.texts):
-            raise ValueError("no text was given")
-
-    def sentences(self, rng: Random) -> Iterator[str]:
+    def sentences(rng: Random) -> Iterator[str]:
         while True:
-            yield rng.choice(self.texts)
+            yield rng.choice(texts)
+
+    return Source(sentences)
 
 
 def seeded(*names: object) -> Random:
