@@ -23,7 +23,7 @@ With "instructions": N, each question or article begins with N tokens that are t
 process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from random import Random
@@ -39,9 +39,9 @@ from workloads.arrivals import (
 )
 from workloads.clients import Client, fixed_length_client
 from workloads.programs import PackedCodec
-from workloads.programs.call import Program
+from workloads.programs.call import Program, Prompt
 from workloads.programs.kinds import Chat, Judge, TreeOfThought
-from workloads.programs.prose import ARTICLES, WORD_PROBLEMS, draw, filler, seeded
+from workloads.programs.prose import ARTICLES, WORD_PROBLEMS, Source, draw, filler, seeded
 
 MINUTE_S, START_S, FOREVER_S = 60.0, 1e-3, 1e9
 CODEC = PackedCodec()
@@ -66,7 +66,7 @@ def traffic(name: str, *senders: Mapping[str, Json]) -> TrafficSpec:
 
 
 def clients_of(spec: TrafficSpec, seed: str) -> tuple[Client, ...]:
-    """The clients of a traffic. Raises ValueError for an unknown kind of arrivals; programs do, of an unknown shape."""
+    """The clients of a traffic. Raises ValueError for an unknown kind of arrivals or programs."""
     return tuple(
         (_of_programs if "shape" in one else _single)(one, seed) for one in spec.arguments["senders"]
     )
@@ -150,12 +150,7 @@ def sender(
 
 
 def _of_programs(sender: Mapping[str, Json], seed: str) -> Client:
-    name, shape, requests = sender["name"], sender["shape"], None
-    match shape:
-        case {"kind": "tot", "branches": branches}:
-            requests = TreeOfThought(branches).requests
-        case {"kind": "judge", "dimensions": dimensions}:
-            requests = Judge(dimensions).requests
+    name, kind = sender["name"], sender["shape"]["kind"]
     if len(sender["arrivals"]) == 1:
         arrivals: Arrivals = GammaArrivals(sender["arrivals"][0][0])
     else:
@@ -163,30 +158,26 @@ def _of_programs(sender: Mapping[str, Json], seed: str) -> Client:
         lengths = (end - start for start, end in pairwise(ends))
         rates = (GammaArrivals(rate_per_s) for rate_per_s, _ in sender["arrivals"])
         arrivals = PhasedArrivals(list(zip(rates, lengths, strict=True)))
-
-    def program(index: int) -> Program:
-        return _program(shape, seed, name, index)
-
-    well_behaved = sender["well_behaved"]
-    return Client(
-        name, program, arrivals, seed, app=shape["kind"], well_behaved=well_behaved, requests=requests
-    )
+    program, requests = _programs(sender["shape"], seed, name)
+    return Client(name, program, arrivals, seed, kind, sender["well_behaved"], requests)
 
 
-def _program(shape: Mapping[str, Json], seed: str, name: str, index: int) -> Program:
-    def instructed(prompt: object) -> bytes:
-        assert isinstance(prompt, bytes)
-        return filler_tokens(f"{seed}/{name}/instructions", shape["instructions"]) + prompt
+def _programs(shape: Mapping[str, Json], seed: str, name: str) -> tuple[Callable[[int], Program], int | None]:
+    """A client's programs by their index, and how many requests each has, where that is fixed."""
+    own = filler_tokens(f"{seed}/{name}/instructions", shape.get("instructions", 0))
+
+    def text(source: Source, what: str, index: int) -> Prompt:
+        return CODEC.join(own, draw(source, seeded(seed, name, what, index), CODEC, shape[what]))
 
     match shape["kind"]:
         case "tot":
-            question = draw(WORD_PROBLEMS, seeded(seed, name, "question", index), CODEC, shape["question"])
-            return TreeOfThought(shape["branches"]).program(instructed(question), CODEC)
+            tree = TreeOfThought(shape["branches"])
+            return lambda index: tree.program(text(WORD_PROBLEMS, "question", index), CODEC), tree.requests
         case "judge":
-            article = draw(ARTICLES, seeded(seed, name, "article", index), CODEC, shape["article"])
-            return Judge(shape["dimensions"]).program(instructed(article), CODEC)
+            judge = Judge(shape["dimensions"])
+            return lambda index: judge.program(text(ARTICLES, "article", index), CODEC), judge.requests
         case "chat":
-            return _chat(shape, seeded(seed, name, "chat", index))
+            return lambda index: _chat(shape, seeded(seed, name, "chat", index)), None
         case kind:
             raise ValueError(f"no programs of kind {kind!r}")
 
