@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from sglang_fair.core.cost import Cost
@@ -24,7 +23,7 @@ from sglang_fair.core.fairness import jain
 from workloads.measures import TOKENS
 from workloads.programs import Outcome
 from workloads.records import RequestRecord, Run
-from workloads.report import DASH, add_columns, number, shown
+from workloads.report import DASH, number, shown, table_of
 from workloads.table import Mask, Percentile, Requests, latencies
 from workloads.windows import WINDOW_S, DifferenceTable, Windows, regular_times
 
@@ -229,13 +228,9 @@ def _over(units: float | None, by: float | None) -> float | None:
 def render(report: FairnessReport, *, closed_loop: bool) -> Group:
     start_s, end_s = report.span_s
     span = f"in {end_s - start_s:.3g} s behind a warm-up of {start_s:g} s"
-    service = Table(title=f"service {span}", title_justify="left")
-    add_columns(service, "client|weight|asked for/s|received/s|share|fair share|hit rate")
-    latency = Table(title=f"requests {span}", title_justify="left")
-    add_columns(
-        latency,
-        "client|due|ok|failed|cut off|TTFT P50 s|TTFT P99 s|program P50 s|program P99 s|token P50 ms",
-    )
+    heads = "client|due|ok|failed|cut off|TTFT P50 s|TTFT P99 s|program P50 s|program P99 s|token P50 ms"
+    latency = table_of(f"requests {span}", heads)
+    service = table_of(f"service {span}", "client|weight|asked for/s|received/s|share|fair share|hit rate")
     for client in report.clients:
         service.add_row(
             client.client,

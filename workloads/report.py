@@ -34,14 +34,17 @@ def shown(percentile: Percentile | None) -> str:
     return ("≥ " if percentile.at_least else "") + number(percentile.value_s)
 
 
-def add_columns(table: Table, names: str, numbers: str | None = None) -> None:
-    """Columns with these heads, separated by `|`; the first of them is of names, if `numbers` are not given apart."""
+def table_of(title: str, names: str, numbers: str | None = None) -> Table:
+    """An empty table whose columns have these heads, separated by `|`; the first of them is of names, if `numbers` are
+    not given apart."""
+    table = Table(title=title, title_justify="left")
     if numbers is None:
         names, _, numbers = names.partition("|")
     for head in names.split("|"):
         table.add_column(head)
     for head in numbers.split("|"):
         table.add_column(head, justify="right")
+    return table
 
 
 COLUMNS = {
@@ -61,8 +64,7 @@ COLUMNS = {
 
 
 def comparison_table(table: Sequence[ComparisonRow]) -> Table:
-    view = Table(title="medians over repeats", title_justify="left")
-    add_columns(view, "workload|scheduler", "|".join(COLUMNS))
+    view = table_of("medians over repeats", "workload|scheduler", "|".join(COLUMNS))
     last = None
     for row in sorted(table, key=lambda row: str(row["workload"])):
         if last not in (None, row["workload"]):
@@ -78,22 +80,17 @@ def comparison_table(table: Sequence[ComparisonRow]) -> Table:
 
 def ratio_table(table: Sequence[ComparisonRow], scheduler: str) -> Table:
     """`scheduler` over the best of the others, measure by measure."""
-    view = Table(
-        title=f"{scheduler} / best of the others (below 1 is better for latency and difference)",
-        title_justify="left",
-    )
+    title = f"{scheduler} / best of the others (below 1 is better for latency and difference)"
     heads = (measure.removeprefix("well_behaved_").replace("_", " ") for measure in METRICS)
-    add_columns(view, "workload", "|".join(heads))
+    view = table_of(title, "workload", "|".join(heads))
     for workload, by_measure in ratios(table, scheduler).items():
         view.add_row(workload, *(number(by_measure[measure]) for measure in METRICS))
     return view
 
 
 def client_table(summary: Summary) -> Table:
-    view = Table(title=f"{summary.scheduler} on {summary.workload}", title_justify="left")
-    add_columns(
-        view, "client|programs|finished|service/s|actual/s|hit rate|P50 s|P99 s|TTFT P50 s|TTFT P99 s"
-    )
+    heads = "client|programs|finished|service/s|actual/s|hit rate|P50 s|P99 s|TTFT P50 s|TTFT P99 s"
+    view = table_of(f"{summary.scheduler} on {summary.workload}", heads)
     for name, client in summary.clients.items():
         view.add_row(
             name if client.well_behaved else f"{name} (misbehaves)",

@@ -1,9 +1,5 @@
 """`sglang-fair bench serve`: load on any OpenAI-compatible endpoint, and how fairly each client was served.
 
-In the open loop programs arrive at their times whatever the server does, and latency counts from when a request was
-due. In the closed loop each client keeps a number of programs under way. The warm-up is driven and recorded, and left
-out of the report. Ctrl-C ends the load early, and the report covers what there is by then.
-
 Answers have their full length (`ignore_eos`, unless --stop-at-eos is given) and are counted as they come
 (`continuous_usage_stats`). Neither field is OpenAI's: SGLang and vLLM know them, a strict server refuses them.
 /v1/responses and /v1/messages have no such fields: there answers end where the model ends them.

@@ -26,7 +26,7 @@ from workloads.experiments.claims import Verdict
 from workloads.experiments.contract import Experiment, Size
 from workloads.experiments.model_validation import Validation
 from workloads.records import replace_text
-from workloads.report import add_columns
+from workloads.report import table_of
 from workloads.runs.pool import Failed
 from workloads.terminal import make_console, sigterm_as_ctrl_c
 
@@ -147,8 +147,8 @@ def chosen(patterns: Sequence[str], experiments: Mapping[str, Experiment]) -> di
 
 def listing(experiments: Mapping[str, Experiment], folder: Path, size: Size) -> Table:
     """Every experiment: its source, how much there is to simulate, and how long that took last time."""
-    view = Table(title=f"experiments ({size}); records in {folder}", title_justify="left")
-    add_columns(view, "id|source|shows", "runs|with a record|simulated replica h|took s")
+    title = f"experiments ({size}); records in {folder}"
+    view = table_of(title, "id|source|shows", "runs|with a record|simulated replica h|took s")
     for name, experiment in experiments.items():
         jobs = store.jobs_of([experiment], size)
         there = sum(job.is_made(folder) for job in jobs)
@@ -217,8 +217,7 @@ def _publish(
 
 def claims_table(one: results.Reported) -> Table:
     """An experiment's claims for the terminal."""
-    view = Table(title=one.title, title_justify="left")
-    add_columns(view, "claim|paper|here", "holds")
+    view = table_of(one.title, "claim|paper|here", "holds")
     for claim in one.report.claims:
         view.add_row(claim.text, claim.paper, claim.ours, claim.holds)
     return view
