@@ -140,7 +140,7 @@ def serve(settings: table.Router) -> int:
             peer_timeout_s=settings.peer_timeout_s,
             keys=protection.read_keys(settings.keys, "router"),
         )
-    except (ValueError, zmq.ZMQError) as error:
+    except (ValueError, OSError, zmq.ZMQError) as error:
         raise Mistake(f"cannot bind {settings.bind}: {error}") from None
     leaving = asyncio.Event()
 

@@ -1,4 +1,5 @@
-"""A connection to one router: `ask` a question, `tell` an event, and `on_event` for what comes. One ZMQ DEALER socket.
+"""A connection to one router: `ask` a question, `tell` an event, and `on_event` for what comes. One ZMQ DEALER socket,
+or a `Stream` on one machine.
 
 With heartbeats, messages leave only over a live connection (`ZMQ_IMMEDIATE`): its owner learns at once that the router
 is down, and no stale messages pile up for it. Without them, messages wait for a router, in order. ZMQ reconnects by
@@ -37,6 +38,7 @@ from router.events import (
 )
 from router.silence import ActiveClock
 from router.sockets import Reader
+from router.stream import SCHEME, Stream
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Keys, Refusals
 
@@ -151,7 +153,9 @@ class RouterClient:
         """By `_time`."""
         self._beating: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._name = b"g" + uuid.uuid4().bytes
         self._reader: Reader | None = None
+        self._stream: Stream | None = None
         self._refusals: Refusals | None = None
         self._reopen_s = float("-inf")
         self._has_complained_of_keys = False
@@ -221,6 +225,9 @@ class RouterClient:
                 asked.ask()
 
     def _open(self) -> None:
+        if self._keys is None and self.address.startswith(SCHEME):
+            self._stream = Stream(self.address, self._name, self._take, keeps=not self._beats)
+            return
         assert self._context is not None
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
@@ -232,16 +239,21 @@ class RouterClient:
             (zmq.RECONNECT_IVL_MAX, 1000),
         ):
             socket.setsockopt(option, value)
-        socket.setsockopt(zmq.IDENTITY, b"g" + uuid.uuid4().bytes)
+        socket.setsockopt(zmq.IDENTITY, self._name)
         if self._keys is not None:
             self._keys.connect(socket, "router")
             self._refusals = Refusals(socket)
         socket.connect(self.address)
         self._reader = Reader(
-            asyncio.get_running_loop(), socket, lambda: self._take(socket.recv_multipart(zmq.NOBLOCK))
+            asyncio.get_running_loop(),
+            socket,
+            lambda: self._take(b"".join(socket.recv_multipart(zmq.NOBLOCK))),
         )
 
     def _shut(self, linger_ms: int | None = None) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
         if self._refusals is not None:
             self._refusals.close()
             self._refusals = None
@@ -268,6 +280,8 @@ class RouterClient:
         return self._send(message)
 
     def _send(self, message: bytes) -> bool:
+        if self._stream is not None:
+            return self._stream.send(message)
         if self._reader is None:
             return False
         try:
@@ -299,17 +313,17 @@ class RouterClient:
             log.error("the router at %s and this process do not have each other's keys", self.address)
         self._reopen()
 
-    def _take(self, frames: list[bytes]) -> None:
-        if frames == [HEARTBEAT_ANSWER]:
+    def _take(self, message: bytes) -> None:
+        if message == HEARTBEAT_ANSWER:
             self.lives += not self.alive
             self._echo_s = self._time.look(time.monotonic())
             self._on_beat(True)
             return
-        if frames == [HEARTBEAT]:  # our own came back, see HEARTBEAT_ANSWER
+        if message == HEARTBEAT:  # our own came back, see HEARTBEAT_ANSWER
             self._reopen()
             return
         try:
-            answer = decode_answer(b"".join(frames))
+            answer = decode_answer(message)
         except ProtocolError as error:
             if not self._has_complained:
                 self._has_complained = True

@@ -1,8 +1,9 @@
 """The router's process: one event loop that moves messages between ZMQ sockets and `Router.handle`.
 
-Gateways and the supervisor are DEALER peers of one ROUTER socket. A message is two frames, the peer's identity and
-one encoded event; the answer goes back the same way. An empty message is a heartbeat and is answered. A peer that
-has sent one is told of every change of the workers; if it then falls silent, the core hears that it is gone.
+Gateways and the supervisor are DEALER peers of one ROUTER socket, or connect to a Unix socket in its place (`stream`).
+A message is two frames, the peer's identity and one encoded event; the answer goes back the same way. An empty message
+is a heartbeat and is answered. A peer that has sent one is told of every change of the workers; if it then falls
+silent, the core hears that it is gone.
 
 The shell keeps the sockets, the clock, and when each peer was last heard. What follows from a message is decided
 in the core.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+import uvloop
 import zmq
 
 from router.core import Router
@@ -44,12 +46,12 @@ from router.plans import Plans
 from router.replicas import Replica, addresses_of
 from router.silence import ActiveClock
 from router.sockets import Reader, has_come
+from router.stream import MAX_MESSAGE_BYTES, SCHEME, Streams
 from router.wire import HEARTBEAT, HEARTBEAT_ANSWER
 from sglang_fair.common.curve import Gate, Keys
 
 log = logging.getLogger("router")
 
-MAX_MESSAGE_BYTES = 64 << 20
 TURN_MS = 250
 """Deadlines are checked so often, and the core hears that time has passed."""
 
@@ -76,13 +78,13 @@ class Shell:
         keys: Keys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Binds the socket. Raises `zmq.ZMQError` if it cannot.
+        """Binds the socket. Raises `zmq.ZMQError` or OSError if it cannot.
 
         A peer that has sent a heartbeat and then nothing for `peer_timeout_s` is gone. A gap in the KV events of a
         replica is passed over if its replay has not closed it within `replay_timeout_s`. With `keys`, peers and
         replicas must have theirs.
         """
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self._router = router
         self._clock = clock
         self._peer_timeout_s = peer_timeout_s
@@ -102,12 +104,16 @@ class Shell:
         self._peers = self._context.socket(zmq.ROUTER)
         self._gate = None if keys is None else Gate(self._context, keys)
         self._reader: Reader | None = None
+        self._streams: Streams | None = None
         try:
             if keys is not None and self._gate is not None:
                 keys.serve(self._peers)
                 self._gate.watch(self._peers)
-            self.endpoint = _bind(self._peers, bind)
-        except zmq.ZMQError:
+            if keys is None and bind.startswith(SCHEME):
+                self._streams, self.endpoint = Streams(bind, self._hear), bind
+            else:
+                self.endpoint = _bind(self._peers, bind)
+        except (zmq.ZMQError, OSError):
             self.close()
             raise
 
@@ -121,7 +127,11 @@ class Shell:
                 Reader(self.loop, source, partial(gate.serve, source))
         self._turn()
         try:
-            self.loop.run_until_complete(self._ended)
+            if self._streams is None:
+                self.loop.run_until_complete(self._ended)
+            else:
+                self.loop.run_until_complete(self._streams.serve(self._ended))
+                self._ended.result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -144,6 +154,8 @@ class Shell:
             self._gate.close()
         self._context.term()
         self._plans.close()
+        if self._streams is not None:
+            self._streams.close()
         self.loop.close()
 
     def listing(self) -> Workers:
@@ -200,7 +212,12 @@ class Shell:
         if has_come(self._peers):
             # After a pause of our own, what peers said meanwhile comes first.
             self.loop.call_soon(self._turn)
-            return
+        elif self._streams is not None:
+            self.loop.call_soon(self.loop.call_soon, self._look)  # the loop reads its sockets in between
+        else:
+            self._look()
+
+    def _look(self) -> None:
         self._drop_silent_peers()
         self.tell(Tick())
         for replica in list(self._replicas.values()):
@@ -212,7 +229,9 @@ class Shell:
         if len(frames) != 2:
             self._note("peer frames", f"a message of {len(frames) - 1} frames, one is expected")
             return
-        peer, message = frames
+        self._hear(*frames)
+
+    def _hear(self, peer: bytes, message: bytes) -> None:
         if message == HEARTBEAT or peer in self._heard_s:
             self._heard_s[peer] = self._time.look(self._clock())
         if message == HEARTBEAT:
@@ -294,6 +313,11 @@ class Shell:
             self.tell(PeerGone(), peer)
 
     def _send(self, peer: bytes, message: bytes) -> bool:
+        if self._streams is not None:
+            if self._streams.send(peer, message):
+                return True
+            self._counts["undeliverable"] += 1
+            return False
         try:
             self._peers.send(peer, _FIRST_FRAME)
             self._peers.send(message, zmq.NOBLOCK)

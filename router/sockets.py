@@ -30,11 +30,14 @@ class Reader:
         self.look()
 
     def read(self) -> None:
-        self._is_called = False
-        for _ in range(_MESSAGES_PER_TURN):
-            if self.socket.closed or not has_come(self.socket):
-                return
-            self._receive()
+        self._is_called = True  # whatever is sent meanwhile, it reads on
+        try:
+            for _ in range(_MESSAGES_PER_TURN):
+                if self.socket.closed or not has_come(self.socket):
+                    return
+                self._receive()
+        finally:
+            self._is_called = False
         self.look()
 
     def look(self) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.gateway.errors import overloaded
 from router.gateway.metrics import Count
@@ -25,6 +25,9 @@ STATE = "connections"
 LEAVING = "sglang_fair.leaving"
 """The extension of a request's scope that `when_client_leaves` uses."""
 
+WHOLE = "sglang_fair.whole"
+"""The extension of a request's scope that `body_in` uses."""
+
 Callback = Callable[[], None]
 
 
@@ -34,6 +37,12 @@ def when_client_leaves(scope: Scope, leave: Callback) -> Callback:
     `Listener` has none."""
     extension = scope.get("extensions", {}).get(LEAVING)
     return (lambda: None) if extension is None else cast(Callback, extension["listen"](leave))
+
+
+def body_in(scope: Scope) -> bytes | None:
+    """The body of a request if all of it has come, as it mostly has with the head: nobody need wait for it."""
+    extension = scope.get("extensions", {}).get(WHOLE)
+    return None if extension is None else cast(bytes | None, extension["read"]())
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,13 @@ class Wire:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+def _body_of(cycle: RequestResponseCycle) -> bytes | None:
+    if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+        return None
+    body, cycle.body = bytes(cycle.body), bytearray()
+    return body
 
 
 class Listener(HttpToolsProtocol):
@@ -140,6 +156,8 @@ class Listener(HttpToolsProtocol):
         self._has_begun = False
         self._stop_waiting()
         super().on_headers_complete()
+        if (cycle := self.cycle) is not None:  # this request's, which may have to wait for those before it
+            self.scope["extensions"] = {**self._extensions, WHOLE: {"read": partial(_body_of, cycle)}}
 
     def _when_gone(self, leave: Callback) -> Callback:
         if self._share is None:

@@ -2,7 +2,6 @@
 answer is in it.
 """
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 from router.events import Place
 from sglang_fair.common.deadlines import Promise
+from sglang_fair.common.ids import new_id
 from sglang_fair.common.record import MOST_ENDED, MOST_NAME, Recent
 
 REQUEST_ID = "x-request-id"
@@ -21,7 +21,7 @@ def own_name(given: str | None) -> str:
     name of ours."""
     if given and len(given) <= MOST_NAME and given.isascii() and given.isprintable() and " " not in given:
         return given
-    return os.urandom(16).hex()
+    return new_id()
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from router.gateway.access.quota import Ticket
 from router.gateway.attempt import ClientGone, Reply
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
-from router.gateway.listener import when_client_leaves
+from router.gateway.listener import body_in, when_client_leaves
 from router.gateway.record import REQUEST_ID
 from router.gateway.request.call import Call, check_models
 from router.gateway.request.kinds import PATHS, Kind, style_of
@@ -144,6 +144,9 @@ class Relay:
         limits = self._gateway.settings
         announced = self._headers.get("content-length", "")
         self._allowance.hold(min(int(announced), limits.max_body_bytes + 1) if announced.isdecimal() else 0)
+        if (whole := body_in(self._scope)) is not None:
+            self._allowance.hold(len(whole))
+            return whole
         pieces: list[bytes] = []
         size = 0
         loop = asyncio.get_running_loop()

@@ -6,7 +6,6 @@ What follows a failed attempt is decided in `replicas.retries`, and whether a st
 
 import asyncio
 import logging
-import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +26,7 @@ from router.suspects import fingerprint
 from router.wire import pack_tokens, unpack_tokens
 from sglang_fair.common.deadlines import HEADER_TIER, Promise
 from sglang_fair.common.identity import HEADER_ATTEMPT, HEADER_CALL
+from sglang_fair.common.ids import new_id
 from sglang_fair.common.interaction import Part
 from sglang_fair.common.swapping import HEADER_MODEL
 from sglang_fair.core.interactions import Interaction
@@ -218,7 +218,7 @@ class Serving:
         gateway.interactions.tick(now_s)
         limits = None if known.tenant is None else known.tenant.overload
         return Arrive(
-            id=os.urandom(16).hex(),
+            id=new_id(),
             client=row.client,
             tokens=leg.tokens,
             max_output_tokens=leg.call.max_output_tokens,

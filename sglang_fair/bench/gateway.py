@@ -114,7 +114,7 @@ class Setting:
 
         engine = start("sglang_fair.bench.instant", "--ports", f"{self.engine},{other}")
         asyncio.run(until_served(self.engine, request, [engine]))
-        address, quiet = f"tcp://127.0.0.1:{router}", ("--log-level", "warning")
+        address, quiet = f"ipc://@sglang-fair/bench/{router}", ("--log-level", "warning")
         workers = (f"--worker=r{port},http=http://127.0.0.1:{port}" for port in (self.engine, other))
         self.ours = [
             start("router", "--bind", address, *quiet, *workers),

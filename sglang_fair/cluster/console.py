@@ -130,7 +130,7 @@ def addresses(facts: Mapping[str, Any], title: str, replicas: Mapping[str, str])
         ("", facts["admin"], "for operators: /status, /workers and /metrics"),
         ("dashboard", facts["dashboard"], "open this in a browser"),
         *((name, url, "/fair shows each client's service and deficit") for name, url in replicas.items()),
-        ("router", facts["router"], "gateways (ZMQ)"),
+        ("router", facts["router"], "gateways"),
         ("", facts["router_http"], "/healthz, /readyz and /metrics"),
     )
     for name, address, purpose in rows:

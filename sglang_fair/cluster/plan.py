@@ -233,7 +233,8 @@ def build(
 
 
 def router_address(ports: Ports) -> str:
-    return f"tcp://{LOCAL}:{ports.router}"
+    """A name on this machine, which needs no port; that of the router is nobody else's."""
+    return f"ipc://@sglang-fair/router/{ports.router}"
 
 
 def fork_server_name(device: Device, ports: Ports) -> str | None:

@@ -26,7 +26,6 @@ from sglang_fair.cluster.gpus import GpusTaken, Machine
 from sglang_fair.cluster.local import Additions, Local
 from sglang_fair.cluster.options import ConfigError, Device, Options
 from sglang_fair.cluster.plan import (
-    LOCAL,
     FleetFiles,
     Model,
     Plan,
@@ -35,6 +34,7 @@ from sglang_fair.cluster.plan import (
     choose_device,
     dashboard_url,
     replicas_for,
+    router_address,
     served_url,
 )
 from sglang_fair.cluster.ports import Marks, Ports, PortTaken, Reservations
@@ -155,7 +155,7 @@ def _fleet_files(
     files = FleetFiles(Path(folder, "fleet.json"), Path(folder, "replicas"), socket_path(ports.gateway))
     replicas = replicas_for(options, device, machine, each)
     files.listed.touch()
-    fleet = on_ray.fleet_settings(options, device, replicas, files, f"tcp://{LOCAL}:{ports.router}")
+    fleet = on_ray.fleet_settings(options, device, replicas, files, router_address(ports))
     files.settings.write_bytes(msgspec.json.encode(fleet))
     return files
 

@@ -13,6 +13,7 @@ A request without these headers comes from no browser. Whoever shows a key that 
 
 import ipaddress
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 JSON = "application/json"
@@ -50,7 +51,12 @@ def objection(
 
 def is_ours(name: str, names: Collection[str]) -> bool:
     """Whether no stranger can have `name` point here."""
-    if "." not in name or name in names or name.endswith(PRIVATE_SUFFIXES):
+    return name in names or _is_private(name)
+
+
+@lru_cache(256)
+def _is_private(name: str) -> bool:
+    if "." not in name or name.endswith(PRIVATE_SUFFIXES):
         return True
     try:
         ipaddress.ip_address(name)
@@ -69,6 +75,7 @@ def _is_link(method: str, headers: Mapping[str, str]) -> bool:
     return method in ("GET", "HEAD") and is_page and headers.get("sec-fetch-mode") == "navigate"
 
 
+@lru_cache(256)
 def _name(host: str) -> str:
     """Without the port. What is no host is returned as it is."""
     try:

@@ -19,6 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from string import ascii_lowercase
 from typing import cast
 
 from tokenizers import Tokenizer
@@ -34,10 +35,13 @@ MOST_UNKNOWN = 4
 """Words of a chunk that are tokenized one by one, which takes ten times as long for each as in their chunk."""
 LEARNT = 2
 """Words of a chunk that are tokenized besides, where more are unknown."""
+MOST_SPLIT_CHARS = 4 * CHUNK_CHARS
+"""A longer chunk has no safe place for long: it is no prose."""
 
 _SAFE = re.compile(r"[a-z](?= [a-z])")
-_BETWEEN = re.compile(r" (?<=[a-z] )(?=[a-z])")
-"""The space behind a safe place. It begins with the space, which the regular expressions' engine finds fastest."""
+_LETTERS = frozenset(ascii_lowercase)
+_ENDS = _LETTERS | {""}
+"""How what is before the first space of a chunk may end."""
 
 _PROBE = (
     "The quick brown fox, born 1984-03-17 in A.B., didn't jump over 12345678 lazy dogs!  Two  spaces\tand a tab.\n\n"
@@ -46,7 +50,8 @@ _PROBE = (
 
 
 class Words:
-    """Tokens of words, each with the space before it. Two threads may learn the same word; nothing else happens."""
+    """Tokens of words, each with the space before it, and of several that cannot be cut. Two threads may learn the same
+    word; nothing else happens."""
 
     def __init__(self, most: int = WORDS) -> None:
         self._most = most
@@ -66,10 +71,35 @@ class Words:
                     self.learn(words[at], tokens)
         return found
 
+    def joined(self, words: str) -> bytes | None:
+        """The tokens of several words that cannot be cut."""
+        return self.known([words])[0]
+
     def learn(self, word: str, tokens: bytes) -> None:
+        """Keeps them, unless `word` alone can stand where no cut is safe."""
+        if " " not in word and not (word[:1] in _LETTERS and word[-1:] in _LETTERS):
+            return
         if len(self._young) >= self._most:
             self._old, self._young = self._young, {}
         self._young[word] = tokens
+
+
+def _joined(
+    first: str, words: list[str], known: list[bytes | None]
+) -> tuple[str, list[str], list[bytes | None]]:
+    """The words of a chunk, with their tokens where they are `known`, joined where no cut is safe: what is before the
+    first cut, and what each cut is followed by. A known word begins and ends with letters."""
+    pieces, tokens = [first], [None]  # type: tuple[list[str], list[bytes | None]]
+    may_cut = first[-1:] in _ENDS
+    for word, its in zip(words, known, strict=True):
+        if may_cut and (its is not None or word[:1] in _LETTERS):
+            pieces.append(word)
+            tokens.append(its)
+        else:
+            pieces[-1] += f" {word}"
+            tokens[-1] = None
+        may_cut = its is not None or word[-1:] in _LETTERS
+    return pieces[0], pieces[1:], tokens[1:]
 
 
 class ChunkedTokenizer:
@@ -125,23 +155,22 @@ class ChunkedTokenizer:
 
     def _from_words(self, text: str) -> bytes:
         """The tokens of a chunk, of known words if they are most of it."""
-        first, *words = _BETWEEN.split(text)
-        begins_with_word = first.startswith(" ")
-        if begins_with_word:
-            words.insert(0, first[1:])
-        if len(words) <= MOST_UNKNOWN:
+        first, *words = text.split(" ")
+        if len(words) <= MOST_UNKNOWN or len(text) > MOST_SPLIT_CHARS:
             return self._encode(text)
         known = self._words.known(words)
-        if None in known:
+        if None in known or first[-1:] not in _ENDS:
+            first, words, known = _joined(first, words, known)
+            known = [its or self._words.joined(word) for word, its in zip(words, known, strict=True)]
             unknown = dict.fromkeys(word for word, its in zip(words, known, strict=True) if its is None)
             if len(unknown) > MOST_UNKNOWN:
                 self._learn([word for word in unknown if len(word) <= WORD_CHARS][:LEARNT])
                 return self._encode(text)
-            made = self._learn(unknown)
-            known = [made[word] if its is None else its for word, its in zip(words, known, strict=True)]
-        if not begins_with_word:
-            known.insert(0, self._encode(first))
-        return b"".join(cast(list[bytes], known))
+            if unknown:
+                made = self._learn(unknown)
+                known = [made[word] if its is None else its for word, its in zip(words, known, strict=True)]
+        tokens = b"".join(cast(list[bytes], known))
+        return self._encode(first) + tokens if first else tokens
 
     def _learn(self, words: Iterable[str]) -> dict[str, bytes]:
         made = {word: self._encode(f" {word}") for word in words}

@@ -126,6 +126,7 @@ class Links:
         """Closes all; messages sent just before still leave."""
         for link in self._links.values():
             link.close()
+        await asyncio.sleep(0)
 
     @property
     def alive(self) -> bool:
