@@ -1,6 +1,6 @@
 """The router's wire between processes of one machine: messages over a Unix socket, which the loop itself reads.
 
-A socket of ZMQ has a thread of its own, so that a question and its answer wake eight threads one after the other. That
+A socket of ZMQ has a thread of its own, so that a question and its answer wake six threads one after the other. That
 is on the way of each request, and takes a third of the router's CPU time. This is for `ipc://PATH` without keys: who
 may open the file may ask; and `ipc://@NAME` is no file, for any process of the machine. What holds of ZMQ's sockets
 holds here: a client has a name by which the router knows it again when it has connected anew, it connects again and
