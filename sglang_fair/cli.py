@@ -94,7 +94,7 @@ PROGRAMS = {
 BENCHES = {
     "scheduler": Program(
         "sglang_fair.engines.bench.scheduler",
-        "Time one scheduling step, by policy, queue length, clients and prompt length.",
+        "Time one turn of the scheduler, by policy, queue length, clients and prompt length.",
     ),
     "router": Program(
         "sglang_fair.bench.router",

@@ -58,6 +58,8 @@ class FairQueue:
         self._first_held: list[Job] = []
         self._arrivals = 0
         self._backlogs = 0
+        self._lasting: dict[int, None] = {}
+        """Numbers of the backlogs that last, the oldest first."""
         self.reweighed: list[Callable[[str], None]] = []
         """Called with each client whose weight has changed."""
 
@@ -244,11 +246,11 @@ class FairQueue:
         if presence.waiting == 1:
             self._backlogs += 1
             presence.backlog = self._backlogs
+            self._lasting[self._backlogs] = None
 
     def _open_backlogs(self) -> tuple[int, int]:
         """The number of the oldest backlog that lasts, one after the latest if there is none, and of the latest."""
-        lasting = (presence.backlog for presence in self._clients.values() if presence.waiting)
-        return min(lasting, default=self._backlogs + 1), self._backlogs
+        return next(iter(self._lasting), self._backlogs + 1), self._backlogs
 
     def _stop_waiting(self, job: Job) -> None:
         del self._jobs[job.id]
@@ -259,7 +261,10 @@ class FairQueue:
         else:
             self.policy.leave(job)
         if not job.system:
-            self._clients[job.client].waiting -= 1
+            presence = self._clients[job.client]
+            presence.waiting -= 1
+            if not presence.waiting:
+                del self._lasting[presence.backlog]
 
     def _is_first(self, job: Job) -> bool:
         """It waits before all others."""

@@ -35,6 +35,7 @@ from sglang_fair.overlay import tree_core
 from sglang_fair.overlay.batch import Row, Step, StepTimes
 from sglang_fair.overlay.config import Config
 from sglang_fair.overlay.identity import carried_by, job_of
+from sglang_fair.overlay.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,10 @@ class Books:
         self.queue.reweighed.append(partial(tree_core.reweigh, self._tree_cache))
         self._interactions = Interactions()
         """Of calls that no gateway has numbered."""
+        self._waiting = Waiting()
+        self._admission.listeners.add(self._waiting)
+        self._draft: Job | None = None
+        """Of the last request that could have been refused."""
         self._taken_back: dict[str, Job] = {}
         """Ids of the jobs of running requests that were taken back and do not wait yet, and for which one each."""
 
@@ -173,7 +178,9 @@ class Books:
         """
         if not self.orders or request.to_finish or self.job(request) is not None:
             return None
-        reason = self._admission.refuses(job_of(request, self._apps))
+        self._draft = job_of(request, self._apps)
+        self._draft.request = request
+        reason = self._admission.refuses(self._draft)
         self._refused += reason is not None
         return reason
 
@@ -237,7 +244,8 @@ class Books:
         return job
 
     def _make_job(self, request: Any) -> Job:
-        job = job_of(request, self._apps)
+        draft, self._draft = self._draft, None
+        job = draft if draft is not None and draft.request is request else job_of(request, self._apps)
         number = 1
         while self.queue.find(job.id) is not None:
             number += 1
@@ -281,7 +289,8 @@ class Books:
         return self._matched(request)
 
     def _matched(self, request: Any) -> Match:
-        """What the engine's last look-up of `request` found."""
+        """What the engine's last look-up of `request`, which waits, found."""
+        self._waiting.looked_up(request)
         return request.num_matched_prefix_tokens, self._block(request, request.prefix_len)
 
     # ---- what they got

@@ -1,7 +1,8 @@
 """The functions of SGLang 0.5.23 that the overlay hooks, in one table. A hook has a few lines and decides nothing."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from math import lcm
@@ -50,6 +51,7 @@ from sglang_fair.overlay.books import JOB_ATTRIBUTE
 from sglang_fair.overlay.clock import Clock, TimedReceiver
 from sglang_fair.overlay.identity import carry_client, judge_request
 from sglang_fair.overlay.replica import ReplicaFairness
+from sglang_fair.overlay.waiting import Candidates
 
 logger = logging.getLogger(__name__)
 
@@ -99,27 +101,6 @@ class BookkeepingPolicy(SchedulePolicy):
         super().calc_priority(waiting_queue, *args, **kwargs)
 
 
-class Candidates:
-    """SGLang's waiting queue while a batch is formed. The admission loop iterates over it in the policy's order, which
-    is decided one candidate at a time. Every other reader gets the list itself, uncopied."""
-
-    def __init__(self, waiting: list[Any], fair: ReplicaFairness) -> None:
-        self.waiting = waiting
-        self._fair = fair
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._fair.offers() if self._fair.disarm() else iter(self.waiting)
-
-    def __len__(self) -> int:
-        return len(self.waiting)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self.waiting[at]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.waiting, name)
-
-
 class FairPrefillAdder(PrefillAdder):
     """Asks before a request is admitted, and reports what was admitted with the engine's own numbers."""
 
@@ -156,6 +137,7 @@ class FairPrefillAdder(PrefillAdder):
                 # batch has no result there: its count would never be 0 again, its first token would be lost, and if it
                 # is aborted, its memory.
                 self._parked.inflight_middle_chunks -= 1
+            self.fair.chosen += self.can_run_list[before:]
             self.fair.admitted(req)
             if self.new_chunked_req is req:
                 self._keep_for(req)
@@ -263,6 +245,20 @@ def _leads(ranks: Any) -> bool:
     return bool(ranks.pp_rank == ranks.attn_tp_rank == ranks.attn_cp_rank == 0)
 
 
+def init_load_inquirer(result: None, scheduler: Any) -> None:
+    """It runs behind `init_schedule_policy`."""
+    scheduler.load_inquirer = replace(scheduler.load_inquirer, get_waiting_queue=lambda: _summed(scheduler))
+
+
+def _summed(scheduler: Any) -> Any:
+    """What SGLang adds up in place of its waiting queue. With a storage of prompts it subtracts what that has of each
+    request; requests of a diffusion model leave the queue by other ways."""
+    queue = scheduler.waiting_queue
+    if scheduler.enable_hicache_storage or scheduler.enable_lmcache or scheduler.dllm_config is not None:
+        return queue
+    return scheduler.fair.summed(queue)
+
+
 def init_request_receiver(result: None, scheduler: Any) -> None:
     """It runs behind `init_schedule_policy`."""
     if scheduler.clock.is_shared:
@@ -326,6 +322,7 @@ def form_prefill_batch(
         scheduler.is_mixed_chunk = mixes
         if scheduler.waiting_queue is queue:
             scheduler.waiting_queue = queue.waiting
+        scheduler.waiting_queue = scheduler.fair.put_back(scheduler.waiting_queue)
         scheduler.preempt.queue_again(taken)
 
 
@@ -478,6 +475,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("torch.distributed.rendezvous._create_c10d_store", ranks.make_store, HookType.AROUND),
     Hook("uvicorn.config.Config.__init__", configure_server, HookType.AROUND),
     Hook(_SCHEDULER + "init_schedule_policy", init_schedule_policy, HookType.AROUND),
+    Hook(_SCHEDULER + "init_load_inquirer", init_load_inquirer, HookType.AFTER),
     Hook(_SCHEDULER + "init_request_receiver", init_request_receiver, HookType.AFTER),
     Hook(_SCHEDULER + "process_input_requests", process_input_requests, HookType.AROUND),
     Hook(_SCHEDULER + "run_batch", run_batch, HookType.BEFORE),

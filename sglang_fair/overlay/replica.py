@@ -13,6 +13,7 @@ from sglang_fair.core.preemption import Missing, Preemption, Runner
 from sglang_fair.core.waits import BATCH, PROMPTS
 from sglang_fair.overlay import tree_core
 from sglang_fair.overlay.books import Books, guarded, is_over
+from sglang_fair.overlay.waiting import take_out
 
 MOST_SHOWN = 100
 """Clients whose part of the cache the status has."""
@@ -34,6 +35,15 @@ class ReplicaFairness(Books):
     """It has been offered a request and has not tried it yet."""
     _stopped: str | None = None
     """Why it tries no other one."""
+    _tried = False
+    """The admission loop has begun."""
+    _apart: list[Any] | None = None
+    """SGLang's queue, while SGLang goes on without it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.chosen: list[Any] = []
+        """Those of the queue that SGLang has admitted in this pass."""
 
     # ---- which request is next
 
@@ -73,10 +83,36 @@ class ReplicaFairness(Books):
     def arm(self) -> None:
         """The next iteration over the waiting queue is SGLang's admission loop."""
         self._armed = self.orders
+        self.chosen.clear()
 
     def disarm(self) -> bool:
         armed, self._armed = self._armed, False
+        self._tried = self._tried or armed
         return armed
+
+    def take_out(self, queue: list[Any]) -> bool:
+        """SGLang iterates over its `queue` once more: behind the admission loop, to leave out those that it admitted.
+        Whether that is done: until `put_back` it goes on with what it would copy of nothing."""
+        tried, self._tried = self._tried, False
+        if not tried or not take_out(self.chosen, queue):
+            return False
+        self._apart = queue
+        return True
+
+    def put_back(self, queue: list[Any]) -> list[Any]:
+        """The pass is over, and SGLang's queue is `queue`. Returns what is to be."""
+        self.chosen.clear()
+        self._tried = False
+        apart, self._apart = self._apart, None
+        if apart is None:
+            return queue
+        apart.extend(queue)
+        return apart
+
+    def summed(self, queue: Any) -> Any:
+        """What SGLang adds up in place of its `queue`."""
+        queue = queue if self._apart is None else self._apart
+        return self._waiting.summed(queue) if self.orders else queue
 
     def offers(self) -> Iterator[Any]:
         """Candidates in the policy's order."""

@@ -82,7 +82,7 @@ def test_the_scheduler(tmp_path: Path) -> None:
     policies = ("sglang:fcfs", "sglang:lpm", "dlpm")
     result = short_run(
         "scheduler", tmp_path, "--policies", ",".join(policies), "--queued", "20,200", "--clients", "10",
-        "--prompt-tokens", "200", "--steps", "10",
+        "--prompt-tokens", "200", "--known", "50", "--steps", "10", "--rounds", "2",
     )  # fmt: skip
     assert result["cache"] == ["UnifiedRadixCache", "RustUnifiedTreeCore"]
     assert result["seed"] == 1
@@ -91,7 +91,9 @@ def test_the_scheduler(tmp_path: Path) -> None:
     ]
     for row in result["rows"]:
         assert 0 < row["step_ms_p50"] <= row["step_ms_p99"]
-        assert row["steps"] == 10
+        assert row["step_ms_p50"] + row["build_ms_p50"] < row["turn_ms_p99"]
+        assert row["turn_ms_min"] <= row["turn_ms_p50"] == min(row["rounds_ms"])
+        assert (row["steps"], len(row["rounds_ms"]), row["known"]) == (10, 2, 50)
     shares = {(row["policy"], row["queued"]): row["cached_tokens_share"] for row in result["rows"]}
     assert shares["dlpm", 200] > 0.3
 

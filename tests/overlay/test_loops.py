@@ -28,3 +28,4 @@ def test_every_request_ends_once_and_nothing_is_lost(loop: str, seed: int) -> No
         min(told["aborted"].get(phase, 0) for phase in ("waits", "cut", "decodes", "under way", "over")) > 0
     ), told
     assert told["retracted"] > 0, told
+    assert told["walks"] == 0, told

@@ -7,7 +7,8 @@ in its process. All that is random follows from the seed: the sizes of pool, pag
 and when; which requests are aborted while they wait, are cut, decode, were retracted, or have ended; pauses that
 retract all. Of each case is checked, in `Case.check`, that every request ended once, that the charges are what the
 model computed and gave, that the pools are whole, and that the books are empty; and in every iteration that the books
-have those who wait.
+have those who wait, that each load report is SGLang's own sum over them, and that a batch leaves the queue as SGLang's
+own filter would.
 """
 
 import json
@@ -15,6 +16,7 @@ import os
 import sys
 from array import array
 from collections import Counter
+from dataclasses import replace
 from http import HTTPStatus
 from random import Random
 from types import SimpleNamespace
@@ -63,7 +65,7 @@ class Loop:
         )  # fmt: skip
         SchedulerOutputStreamer.stream_output = streams
         self.scheduler = scheduler = engine._scheduler
-        del scheduler._get_new_batch_prefill_raw  # which takes the time of each step
+        scheduler._get_new_batch_prefill_raw = self.form  # in place of what takes the time of each step
         self.random, self.now_s, self.page = random, 0.0, page
         self.case: Case | None = None
         scheduler.tp_worker.forward_batch_generation = self.forward
@@ -113,6 +115,36 @@ class Loop:
         type(self.scheduler).process_input_requests(self.scheduler, received)
         self.case.follow()
 
+    def form(self, *args: Any, **kwargs: Any) -> Any:
+        from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats
+
+        case, scheduler, counts = self.case, self.scheduler, vars(PrefillStats)["from_adder"]
+        assert case is not None
+        queue, before = scheduler.waiting_queue, list(scheduler.waiting_queue)
+
+        def counted(cls: Any, /, adder: Any, *args: Any, num_pending_tokens: int, **kwargs: Any) -> Any:
+            cut = scheduler.chunked_req
+            left = [one for one in before if one not in adder.can_run_list]
+            rest = 0 if cut is None else cut.seqlen - cut.prefix_len - cut.extend_len
+            if num_pending_tokens != (pending := sum(one.seqlen for one in left) + rest):
+                raise Died(f"{num_pending_tokens} tokens are said to wait behind a batch, and {pending} do")
+            return counts.__func__(cls, adder, *args, num_pending_tokens=num_pending_tokens, **kwargs)
+
+        PrefillStats.from_adder = classmethod(counted)
+        try:
+            batch, running = type(scheduler)._get_new_batch_prefill_raw(scheduler, *args, **kwargs)
+        finally:
+            PrefillStats.from_adder = counts
+        admitted = () if batch is None else batch.reqs
+        left = [one for one in before if one not in admitted]
+        if scheduler.waiting_queue[: len(left)] != left:
+            raise Died(f"{scheduler.waiting_queue} wait behind a batch, and not first {left}")
+        if any(not one.retraction_count for one in scheduler.waiting_queue[len(left) :]):
+            raise Died("a request that was not taken back waits behind a batch, and did not before it")
+        case.walks += scheduler.waiting_queue is not queue
+        case.compare_loads()
+        return batch, running
+
     def sleep(self, *_: Any) -> None:
         self.now_s += IDLE_S
 
@@ -157,6 +189,8 @@ class Case:
         self.requests: dict[str, Any] = {}
         """SGLang's, of those that joined its queue."""
         self.iterations = 0
+        self.walks = 0
+        """How often SGLang had to walk over the queue, for a report or to leave out what it admitted."""
         self.rests = 0
         self.burst = self.random.choice([1, 3, 12, 40])
         self.pace = self.random.choice([0.02, 0.2, 0.6])
@@ -304,6 +338,24 @@ class Case:
         free = room.free_tokens(scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)
         if (rest := room.rest_of(scheduler.chunked_req, self.loop.page)) > free:
             raise Died(f"{scheduler.chunked_req.rid} was cut, and its rest of {rest} has room for {free}")
+        self.compare_loads()
+
+    def compare_loads(self) -> None:
+        """What SGLang reports is what it would by the queue itself."""
+        scheduler = self.scheduler
+        ours, waiting = scheduler.load_inquirer, scheduler.waiting_queue
+        stock = replace(ours, get_waiting_queue=lambda: waiting)
+        self.walks += ours.get_waiting_queue() is waiting
+        told, true = (
+            (
+                one._get_num_pending_tokens(),
+                one.get_num_waiting_uncached_tokens(),
+                *without_time(one.get_loads()),
+            )
+            for one in (ours, stock)
+        )
+        if told != true:
+            raise Died(f"{len(waiting)} wait, and the load is said to be {told}, but is {true}")
 
     def check(self) -> None:
         from sglang_fair.overlay.books import JOB_ATTRIBUTE
@@ -334,9 +386,19 @@ class Case:
             assert not kept, f"left behind: {kept}"
 
 
+def without_time(load: Any) -> list[Any]:
+    return [getattr(load, name) for name in load.__struct_fields__ if name != "timestamp"]
+
+
 def main(loop: str, seed: str, cases: str, *policies: str) -> None:
     server = Loop(loop, int(seed))
-    told: dict[str, Any] = {"requests": Counter(), "aborted": Counter(), "steps": Counter(), "retracted": 0}
+    told: dict[str, Any] = {
+        "requests": Counter(),
+        "aborted": Counter(),
+        "steps": Counter(),
+        "retracted": 0,
+        "walks": 0,
+    }
     chosen = policies or tuple(POLICIES)
     for number in range(int(cases)):
         policy = chosen[(number + int(seed)) % len(chosen)]
@@ -344,6 +406,7 @@ def main(loop: str, seed: str, cases: str, *policies: str) -> None:
         told["requests"][policy] += len(case.sent)
         told["aborted"] += case.aborted
         told["steps"] += case.steps
+        told["walks"] += case.walks
         told["retracted"] += sum(one.retraction_count for one in case.requests.values())
     print(json.dumps(told))
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
+from sglang_fair.core.job import Job
 from sglang_fair.engines import cpu
 from sglang_fair.models.catalog import find
 
@@ -38,7 +39,7 @@ SMALLEST_MODEL = {
 
 @dataclass(slots=True)
 class Step:
-    """One call of `_get_new_batch_prefill_raw`, in milliseconds.
+    """One iteration of SGLang's normal event loop, and its call of `_get_new_batch_prefill_raw`, in milliseconds.
 
     Times are CPU time of the scheduler's thread, which does all the work of a step.
     """
@@ -49,6 +50,8 @@ class Step:
     admitted: int
     prompt_tokens: int
     cached_tokens: int
+    turn_ms: float = 0.0
+    """All of the iteration."""
 
 
 class Engine:
@@ -100,6 +103,7 @@ class Engine:
         self._scheduler.schedule_policy = policy
         os.environ["SGLANG_FAIR_OPTIONS"] = options
         self._scheduler.init_schedule_policy()
+        self._scheduler.init_load_inquirer()
         self._watch()
 
     def stop_clock(self) -> None:
@@ -107,6 +111,16 @@ class Engine:
         from sglang_fair.overlay.clock import Clock
 
         self._scheduler.clock = Clock(is_shared=False, read=lambda: 0.0)
+
+    def remember(self, clients: int, prompt_tokens: int) -> None:
+        """So many clients were served one prompt each, by the books of the overlay, and are gone."""
+        queue = self._scheduler.fair.queue
+        for number in range(clients):
+            job = Job(f"known {number}", f"known-{number}", prompt_tokens, 1)
+            queue.arrive(job)
+            queue.admit(job, extend_tokens=prompt_tokens, cached_tokens=0)
+            queue.account.emit(job, 1)
+            queue.finish(job.id)
 
     def limit_pool(self, tokens: int) -> None:
         """Leaves `tokens` free in the pool and occupies the rest until the next `use`."""
@@ -163,6 +177,7 @@ class Engine:
         """One iteration of SGLang's normal event loop. None when it formed no prefill batch."""
         scheduler = self._scheduler
         self._step = None
+        started = time.thread_time()
         scheduler.process_input_requests([])
         plan = scheduler.get_next_batch_to_run(
             running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
@@ -172,7 +187,10 @@ class Engine:
         if batch is not None:
             scheduler.process_batch_result(batch, scheduler.run_batch(batch))
         scheduler.last_batch = batch
-        return self._step
+        step: Step | None = self._step
+        if step is not None:
+            step.turn_ms = 1e3 * (time.thread_time() - started)
+        return step
 
     def cache(self) -> tuple[str, str]:
         tree = self._scheduler.tree_cache
