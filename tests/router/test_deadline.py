@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,8 @@ from router.placement.deadline.rule import Deadline
 from router.placement.shares import Shares
 from router.radix import Match
 from sglang_fair.common.deadlines import Promise
-from tests.support.budget import examples
+from tests.router.model import Model
+from tests.support.budget import examples, seeds
 from tests.support.worker_view import View
 
 KV, CHUNK = 4_000, 400
@@ -328,6 +330,16 @@ def test_a_replica_stays_as_long_as_its_streams_need(absence_s: float, swaps: bo
 
 
 # ---- whatever happens
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_nothing_is_left_of_what_came_and_went(evicts: bool) -> None:
+    for seed in seeds(20):
+        rule: Any = Model("deadline", evicts=evicts).walk(seed, 100).router.placement
+        assert not rule._waiting | rule._leaving
+        for line in rule.lines.values():
+            assert not any((line.count, line.counts, line.tokens, line._queues))
+            assert not any(map(len, (*line._heads, line._ahead)))
 
 
 @settings(max_examples=examples(10))

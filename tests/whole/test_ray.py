@@ -1,6 +1,4 @@
-"""A cluster whose replicas are on two nodes of Ray's: a node and the fleet are killed in turn under load, and at night,
-when all programs are those of the wheel, the router, too.
-"""
+"""A cluster whose replicas are on two nodes of Ray's: a node, the router and the fleet die in turn under load."""
 
 import asyncio
 import contextlib
@@ -11,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,11 +19,9 @@ import psutil
 import pytest
 
 from sglang_fair.cluster.control import ask, socket_path
-from tests.support.budget import is_night
 from tests.support.live import EMULATED, Cluster, lives, living
 from tests.support.ports import free_port
 from tests.support.waiting import eventually, wait_until
-from tests.support.wheel import Installed, clean_environment
 
 OBJECT_STORE_BYTES = 80_000_000
 """About the least that Ray takes; nothing is stored there."""
@@ -43,8 +39,7 @@ STARTED = "Ray runtime started."
 class RayNodes:
     """The nodes at 127.0.0.2, 127.0.0.3 and so on, the first one the head; each has `cpus` CPUs, whatever is there."""
 
-    def __init__(self, count: int, cpus: int, python: str, environment: Mapping[str, str]) -> None:
-        """`python` is that of the environment whose packages run, and `environment` all that it gets."""
+    def __init__(self, count: int, cpus: int) -> None:
         # The paths of sockets are below it, and must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         self.address = f"127.0.0.2:{free_port()}"
@@ -60,14 +55,14 @@ class RayNodes:
                 else (f"--address={self.address}",)
             )  # fmt: skip
             command = [
-                python, "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address=127.0.0.{index + 2}",
+                sys.executable, "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address=127.0.0.{index + 2}",
                 f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}",
                 "--min-worker-port=0", "--max-worker-port=0", "--block",
             ]  # fmt: skip
             with log.open("wb") as output:
                 node = subprocess.Popen(
                     command, stdout=output, stderr=output, start_new_session=True, cwd=self._folder,
-                    env={**environment, **SOON, "RAY_USAGE_STATS_ENABLED": "0"},
+                    env={**os.environ, **SOON, "RAY_USAGE_STATS_ENABLED": "0"},
                 )  # fmt: skip
             self._nodes.append(node)
             wait_until(
@@ -112,16 +107,8 @@ START_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def wheel(request: pytest.FixtureRequest) -> Installed | None:
-    return request.getfixturevalue("installed") if is_night() else None
-
-
-@pytest.fixture(scope="module")
-def nodes(wheel: Installed | None) -> Iterator[RayNodes]:
-    found = RayNodes(
-        2, cpus=2, python=wheel.python if wheel else sys.executable,
-        environment=clean_environment() if wheel else os.environ,
-    )  # fmt: skip
+def nodes() -> Iterator[RayNodes]:
+    found = RayNodes(2, cpus=2)
     yield found
     found.close()
 
@@ -172,10 +159,9 @@ class Load:
 
 
 def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(
-    nodes: RayNodes, wheel: Installed | None, tmp_path: Path
+    nodes: RayNodes, tmp_path: Path
 ) -> None:
-    of: dict[str, Any] = {"command": (wheel.command,), "environment": clean_environment()} if wheel else {}
-    with Cluster("--ray", nodes.address, "--replicas", "2", *EMULATED, folder=tmp_path, **of) as cluster:
+    with Cluster("--ray", nodes.address, "--replicas", "2", *EMULATED, folder=tmp_path) as cluster:
         first = workers(cluster)
         assert sorted(urlsplit(row["url"]).hostname or "" for row in first.values()) == [
             "127.0.0.2",
@@ -203,9 +189,8 @@ def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(
 
             await eventually(lambda: asyncio.to_thread(is_back), "its replica is back", START_S)
             await load.goes_on()
-            if wheel:
-                os.kill(cluster.addresses["pids"]["router"], signal.SIGKILL)
-                await load.goes_on()
+            os.kill(cluster.addresses["pids"]["router"], signal.SIGKILL)
+            await load.goes_on()
             await load.stop()
             assert load.outcomes.keys() == {"served"}, load.outcomes
 
@@ -219,4 +204,3 @@ def test_a_node_is_killed_under_load_and_its_replica_comes_back_on_the_other(
         wait_until(
             lambda: not any(lives(row["pid"]) for row in now.values()), "no replica outlives the driver"
         )
-    assert not wheel or wheel.read_from_the_checkout() == []
