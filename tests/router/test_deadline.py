@@ -335,8 +335,10 @@ def test_a_replica_stays_as_long_as_its_streams_need(absence_s: float, swaps: bo
 @pytest.mark.parametrize("evicts", [False, True])
 def test_nothing_is_left_of_what_came_and_went(evicts: bool) -> None:
     for seed in seeds(20):
-        rule: Any = Model("deadline", evicts=evicts).walk(seed, 100).router.placement
+        router = Model("deadline", evicts=evicts).walk(seed, 100).router
+        rule: Any = router.placement
         assert not rule._waiting | rule._leaving
+        assert rule.replicas.keys() == router.state()["workers"].keys()  # type: ignore[attr-defined]
         for line in rule.lines.values():
             assert not any((line.count, line.counts, line.tokens, line._queues))
             assert not any(map(len, (*line._heads, line._ahead)))
