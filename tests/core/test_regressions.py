@@ -17,57 +17,9 @@ import pytest
 from sglang_fair.core import make_policy
 from sglang_fair.core.job import Job
 from sglang_fair.core.queue import FairQueue
-from tests.overlay.test_charges import gained, idle, prompt
-from tests.support.live import Answer, Replica
+from tests.overlay.test_charges import prompt
+from tests.support.live import Replica
 from tests.support.waiting import wait_until
-
-
-def ask_at_once(replica: Replica, *requests: tuple[str, list[int], int], **body: Any) -> list[Answer]:
-    """One answer for each of (client, tokens, output tokens), all sent at the same time."""
-
-    async def ask() -> list[Answer]:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            return await asyncio.gather(
-                *(
-                    replica.ask(client, tokens, outputs, session=session, **body)
-                    for client, tokens, outputs in requests
-                )
-            )
-
-    return asyncio.run(ask())
-
-
-@pytest.mark.engine
-def test_1_the_request_that_fills_a_batch_and_the_one_that_starts_a_chunk_are_charged(
-    under_pressure: Replica,
-) -> None:
-    """A batch takes 64 tokens of prompts: 40 and 24 of the next 40, or exactly 64. None rides free."""
-    replica, rng = under_pressure, random.Random(11)
-    replica.flush()
-    before = idle(replica)
-    sizes = {"fits": 40, "is cut": 40, "fills": 64, "is long": 200}
-    ask_at_once(replica, *((client, prompt(rng, size), 2) for client, size in sizes.items()))
-    after = idle(replica)
-    for client, size in sizes.items():
-        assert gained(before, after, client, "extend_tokens") == size
-        assert gained(before, after, client, "output_tokens") == 2
-
-
-@pytest.mark.engine
-def test_2_the_charge_is_what_the_engine_extends_and_not_a_length_from_before_its_look_up(
-    under_pressure: Replica,
-) -> None:
-    """The second time all but the last page of the prompt is in the cache, which only admission finds out."""
-    replica = under_pressure
-    replica.flush()
-    tokens = prompt(random.Random(12), 900)
-    first = replica.generate("again", tokens)
-    before = idle(replica)
-    second = replica.generate("again", tokens)
-    after = idle(replica)
-    assert (first.cached_tokens, second.cached_tokens) == (0, 896)
-    assert gained(before, after, "again", "extend_tokens") == 4
-    assert gained(before, after, "again", "cached_tokens") == 896
 
 
 @pytest.mark.engine

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_fair.core.waits import CAUSES, DEFICIT, PROMPTS, STEP
+from sglang_fair.core.waits import CAUSES, DEFICIT, STEP
 from tests.support import fork_server
 from tests.support.live import Replica
 
@@ -28,18 +28,6 @@ def test_the_cause_that_is_told_is_the_one_that_made_it_wait(found: dict[str, An
     record, cause = found[why], why.partition(",")[0]
     assert record["waited_s"] > 0
     assert record["waited_for_s"] == {cause: pytest.approx(record["waited_s"])}
-
-
-def test_who_waits_for_its_clients_deficit_is_overtaken_by_those_who_came_later(
-    found: dict[str, Any],
-) -> None:
-    """Nine requests of others in three steps. In the last of them its client has its turn, and the step is full."""
-    record = found["deficit"]
-    assert record["waited_for_s"] == {DEFICIT: 2, PROMPTS: 1}
-    assert record["overtaken_by"] == 9
-    assert record["overtaken_in_batches"] == 3
-    assert record["counter_at_arrival"] < 0 < record["counter_at_admission"]
-    assert record["refills"] > 0
 
 
 def ask(replica: Replica, id: str, **parameters: str) -> httpx.Response:

@@ -1,116 +1,19 @@
 """Charges are exact whatever SGLang does with a request: each feature alone, on the real scheduler."""
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from typing import Any
 
-import aiohttp
 import httpx
 import pytest
 
 from tests.overlay.test_charges import gained, idle, prompt
 from tests.support.live import Answer, Replica
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
-
-Scenario = Callable[[aiohttp.ClientSession], Awaitable[Any]]
-
-
-def run(scenario: Scenario) -> Any:
-    async def inside() -> Any:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            return await scenario(session)
-
-    return asyncio.run(inside())
-
-
-async def until(replica: Replica, what: str, count: int) -> None:
-    await asyncio.to_thread(wait_until, lambda: replica.fair()["totals"][what] == count, f"{count} {what}")
 
 
 def computed(*answers: Answer) -> int:
     """Prompt tokens that the client was told were computed for it."""
     return sum(answer.prompt_tokens - answer.cached_tokens for answer in answers)
-
-
-class TestCache:
-    def test_a_prefix_that_vanishes_while_its_request_waits_is_paid(self, under_pressure: Replica) -> None:
-        """It was in the cache when the request was looked up; a prompt of its client, which fills the pool and is
-        computed first, pushes it out."""
-        replica, rng = under_pressure, random.Random(22)
-        replica.flush()
-        tokens = prompt(rng, 160)
-        replica.generate("owner", tokens)
-        assert replica.generate("owner", [*tokens, 1]).cached_tokens == 160
-        before = idle(replica)
-
-        async def scenario(session: aiohttp.ClientSession) -> tuple[Answer, Answer]:
-            fills = asyncio.create_task(replica.ask("filler", prompt(rng, 1900), 100, session=session))
-            await asyncio.to_thread(
-                wait_until, lambda: gained(before, replica.fair(), "filler", "extend_tokens") > 0, "a chunk"
-            )
-            waits = asyncio.create_task(replica.ask("filler", [*tokens, 2], session=session))
-            return await fills, await waits
-
-        filler, waiter = run(scenario)
-        after = idle(replica)
-        assert filler.finish == "length"
-        assert waiter.cached_tokens == 0
-        assert computed(filler) == 1900
-        assert gained(before, after, "filler", "extend_tokens") == 1900 + 161
-        assert gained(before, after, "filler", "cached_tokens") == 0
-
-    def test_a_new_prefix_that_many_share_is_computed_and_paid_once(self, under_pressure: Replica) -> None:
-        """Six come at once; those whose prefix is being computed wait for it, and find it in the cache."""
-        replica, rng = under_pressure, random.Random(23)
-        replica.flush()
-        shared, own = prompt(rng, 320), [prompt(rng, 20) for _ in range(6)]
-        before = idle(replica)
-
-        async def scenario(session: aiohttp.ClientSession) -> list[Answer]:
-            return await asyncio.gather(
-                *(
-                    replica.ask(f"sharer{number}", [*shared, *rest], 2, session=session)
-                    for number, rest in enumerate(own)
-                )
-            )
-
-        answers = run(scenario)
-        after = idle(replica)
-        paid = [gained(before, after, f"sharer{number}", "extend_tokens") for number in range(6)]
-        assert paid == [computed(answer) for answer in answers]
-        assert sum(paid) < 2 * 320, "not even twice"
-        assert sum(paid) >= 320 + 6 * 20
-
-
-class TestEnds:
-    def test_a_client_that_hangs_up_is_charged_what_was_made_and_no_more(
-        self, one_at_a_time: Replica
-    ) -> None:
-        replica = one_at_a_time
-        before = idle(replica)
-        seen = run(
-            lambda session: replica.ask("left", [4] * 20, 20_000, session=session, leave_after_tokens=10)
-        )
-        after = idle(replica)
-        charged = gained(before, after, "left", "output_tokens")
-        assert 10 <= seen.output_tokens <= charged < 20_000
-        assert replica.fair()["clients"]["left"] == after["clients"]["left"]
-
-    def test_under_overlap_scheduling_the_step_past_the_end_is_nobodys(self, overlapping: Replica) -> None:
-        """The engine has begun the next step when it learns that an answer has ended."""
-        assert (
-            httpx.get(f"{overlapping.url}/server_info", timeout=30).json()["disable_overlap_schedule"]
-            is False
-        )
-        before = idle(overlapping)
-        answers = [overlapping.generate("a", [6] * 20, outputs) for outputs in (1, 2, 37)]
-        after = idle(overlapping)
-        assert gained(before, after, "a", "output_tokens") == 1 + 2 + 37
-        assert gained(before, after, "a", "extend_tokens") == computed(*answers)
-        assert gained(before, after, "(system)", "output_tokens") == 0
 
 
 class TestOtherRequests:

@@ -9,21 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.overlay.test_charges import gained, idle
+from tests.overlay.test_charges import ENDPOINTS, gained, idle
 from tests.support.live import Replica
 
 pytestmark = pytest.mark.engine
 
 SAID = "has used up its 2 requests per minute"
-
-GENERATE = {"text": "hello there", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-COMPLETE = {"model": "tiny", "prompt": "hello there", "max_tokens": 4, "ignore_eos": True}
-CHAT = {
-    "model": "tiny",
-    "messages": [{"role": "user", "content": "hello there"}],
-    "max_tokens": 4,
-    "ignore_eos": True,
-}
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +32,7 @@ def post(replica: Replica, path: str, body: dict[str, Any], client: str) -> http
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body"), [("/generate", GENERATE), ("/v1/completions", COMPLETE), ("/v1/chat/completions", CHAT)]
-)
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS.items())
 def test_one_too_many_is_refused_and_leaves_nothing_behind(
     overlapping: Replica, path: str, body: dict[str, Any], stream: bool
 ) -> None:
@@ -78,16 +67,16 @@ def test_one_too_many_is_refused_and_leaves_nothing_behind(
 def test_what_a_gateway_refuses_a_replica_refuses(
     overlapping: Replica, path: str, odd: dict[str, Any], field: str
 ) -> None:
-    bodies = {"/generate": GENERATE, "/v1/completions": COMPLETE, "/v1/chat/completions": CHAT}
-    answer = post(overlapping, path, {**bodies[path], **odd}, "odd")
+    answer = post(overlapping, path, {**ENDPOINTS[path], **odd}, "odd")
     assert answer.status_code == 400, answer.text
     assert f"`{field}`" in answer.text
 
 
 def test_what_sglang_refuses_itself_keeps_its_own_words(overlapping: Replica) -> None:
     for _ in range(2):
-        assert post(overlapping, "/generate", GENERATE, "clumsy").status_code == 200
-    answer = post(overlapping, "/generate", {**GENERATE, "session_params": {"id": "nowhere"}}, "clumsy")
+        assert post(overlapping, "/generate", ENDPOINTS["/generate"], "clumsy").status_code == 200
+    nowhere = {**ENDPOINTS["/generate"], "session_params": {"id": "nowhere"}}
+    answer = post(overlapping, "/generate", nowhere, "clumsy")
     assert answer.status_code == 400
     assert "session id nowhere does not exist" in answer.text
 

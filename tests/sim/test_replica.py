@@ -28,7 +28,7 @@ from sglang_fair.sim.answers import answer
 from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, Settings, SimRequest
 from tests.support import fork_server
 from tests.support.budget import examples
-from tests.support.sim_traces import LOADS, Traced, load
+from tests.support.sim_traces import LOADS, Traced
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ def test_the_random_traffic_reaches_every_rule():
 def test_the_real_scheduler_admits_the_same_requests_with_the_same_cached_tokens(name, real_traces):
     """SGLang's scheduler, tree cache and allocator without a model, beside the simulated replica, call by call."""
     real = real_traces[name]
-    simulated = Traced(load(name)).simulate()
+    simulated = Traced(LOADS[name]).simulate()
     assert simulated == real
     assert {"admit", "finish"} <= {call[0] for call in real}
 

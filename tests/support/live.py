@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,16 @@ def check_nothing_is_shared_after(replica: int, url: str) -> None:
 class Answer:
     """What a client saw of one request."""
 
-    status: int
+    status: int = 0
+    rid: str = ""
+    ids: list[int] = field(default_factory=list)
     output_tokens: int = 0
     cached_tokens: int = 0
     prompt_tokens: int = 0
     retractions: int = 0
     finish: str = ""
+    first_at: float = 0.0
+    """When the first token came."""
     finished_at: float = 0.0
 
 
@@ -210,13 +214,13 @@ class Replica:
         output_tokens: int = 1,
         *,
         session: aiohttp.ClientSession | None = None,
-        leave_after_s: float | None = None,
         leave_after_tokens: int | None = None,
         ignore_eos: bool = True,
         headers: Mapping[str, str] | None = None,
+        answer: Answer | None = None,
         **body: Any,
     ) -> Answer:
-        """One /generate request, streamed. The client hangs up when a `leave_after_` is reached.
+        """One /generate request, streamed. The client hangs up after `leave_after_tokens`. `answer` grows as it comes.
 
         With `ignore_eos` the engine reserves memory for the whole output; without, it gambles and retracts.
         """
@@ -231,27 +235,26 @@ class Replica:
         async with contextlib.AsyncExitStack() as stack:
             if session is None:
                 session = await stack.enter_async_context(aiohttp.ClientSession())
-            answer = Answer(0)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(leave_after_s):
-                    async with session.post(
-                        f"{self.url}/generate",
-                        json=payload,
-                        headers={"x-fair-client": client, **(headers or {})},
-                    ) as response:
-                        answer.status = response.status
-                        async for line in response.content:
-                            if line.startswith(b"data: {"):
-                                _note(answer, json.loads(line[6:]))
-                            if leave_after_tokens is not None and answer.output_tokens >= leave_after_tokens:
-                                break
+            answer = Answer() if answer is None else answer
+            named = {"x-fair-client": client, **(headers or {})}
+            async with session.post(f"{self.url}/generate", json=payload, headers=named) as response:
+                answer.status = response.status
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        _note(answer, json.loads(line[6:]))
+                    if leave_after_tokens is not None and answer.output_tokens >= leave_after_tokens:
+                        break
             answer.finished_at = time.monotonic()
             return answer
 
 
 def _note(answer: Answer, event: dict[str, Any]) -> None:
     meta = event.get("meta_info", {})
+    answer.rid = meta.get("id", answer.rid)
+    answer.ids = event.get("output_ids", answer.ids)
     answer.output_tokens = meta.get("completion_tokens", answer.output_tokens)
+    if answer.output_tokens and not answer.first_at:
+        answer.first_at = time.monotonic()
     answer.cached_tokens = meta.get("cached_tokens", answer.cached_tokens)
     answer.prompt_tokens = meta.get("prompt_tokens", answer.prompt_tokens)
     answer.retractions = meta.get("num_retractions", answer.retractions)

@@ -5,8 +5,9 @@
 serves random cases one after the other and prints the sum of what came of them as JSON. The scheduler has to be alone
 in its process. All that is random follows from the seed: the sizes of pool, pages, chunks and batches; who sends what,
 and when; which requests are aborted while they wait, are cut, decode, were retracted, or have ended; pauses that
-retract all. Of each case is checked, in `Case.check`, that every request ended once, that the charges are what the
-model computed and gave, that the pools are whole, and that the books are empty; and in every iteration that the books
+retract all. Of each case is checked, in `Case.check`, that every request ended once, that the charges of each
+client are what the model computed and gave, that nobody who runs was behind by more than the bound, that the pools are
+whole, and that the books are empty; and in every iteration that the books
 have those who wait, that each load report is SGLang's own sum over them, and that a batch leaves the queue as SGLang's
 own filter would.
 """
@@ -23,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_fair.core import POLICIES
+from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.engines import cpu
 from sglang_fair.overlay.config import server_name
 
@@ -208,32 +210,13 @@ class Case:
 
     def state(self) -> dict[str, Any]:
         scheduler = self.scheduler
-        running, cut = scheduler.running_batch, scheduler.chunked_req
         return {
-            "waiting": len(scheduler.waiting_queue),
-            "running": [one.rid for one in running.reqs],
-            "full": running.batch_is_full,
-            "cut": None
-            if cut is None
-            else (cut.rid, cut.prefix_len, cut.extend_end, len(cut.origin_input_ids)),
+            "waiting": [scheduler.fair.explain(one.rid, None) for one in scheduler.waiting_queue[:2]],
+            "running": [one.rid for one in scheduler.running_batch.reqs],
+            "cut": None if scheduler.chunked_req is None else scheduler.chunked_req.rid,
             "free": scheduler.token_to_kv_pool_allocator.available_size(),
             "evictable": scheduler.tree_cache.evictable_size(),
-            "paused": scheduler._engine_paused,
-            "rows": scheduler.req_to_token_pool.available_size(),
             "steps": dict(self.steps),
-            "computing": {
-                block: one.job.id for block, one in scheduler.fair._admission._prefixes._computing.items()
-            },
-            "first": [scheduler.fair.explain(one.rid, None) for one in scheduler.waiting_queue[:2]],
-            "sizes": [
-                (
-                    len(one.origin_input_ids),
-                    len(one.output_ids),
-                    one.sampling_params.max_new_tokens,
-                    one.prefix_len,
-                )
-                for one in scheduler.waiting_queue[:2]
-            ],
         }
 
     # ---- what is sent
@@ -368,12 +351,22 @@ class Case:
         assert tree.protected_size() == 0
         assert allocator.available_size() + tree.evictable_size() == allocator.size
         assert scheduler.req_to_token_pool.available_size() == scheduler.req_to_token_pool.size
-        books = fair.status([])["conservation"]
+        status = fair.status([])
+        books = status["conservation"]
         assert books["ok"], books
         assert fair.corrections == 0, f"{fair.corrections} corrections"
         assert books["engine_extend_tokens"] == self.extended
         given = sum(len(one.output_ids) for one in self.requests.values())
         assert books["charged_output_tokens"] == given, (books, given)
+        made: Counter[str] = Counter()
+        for one in self.requests.values():
+            carried, output = one.sampling_params.custom_params["fair"], len(one.output_ids)
+            asked = 0 if "system" in carried else min(output, one.sampling_params.max_new_tokens)
+            made.update({carried["client"]: asked, SYSTEM: output - asked})
+        charged = {name: client["output_tokens"] for name, client in status["clients"].items()}
+        assert made == Counter(charged), (made, charged)
+        if (steps := fair._admission.steps) is not None:
+            assert steps.largest_lag_s <= steps.bound_s + 1e-9
         admission, queue = fair._admission, fair.queue
         for kept in (
             [rid for rid, one in self.requests.items() if (job := getattr(one, JOB_ATTRIBUTE, None)) and job.request],

@@ -31,19 +31,6 @@ MOST_RUNNING = 128
 QUANTUM = 300.0
 RATIO_DECAY_STEPS = 7
 """Few, so that retractions are many."""
-LOADS = (
-    "light",
-    "overload",
-    "chunks",
-    "retraction",
-    "aborts",
-    "vtc",
-    "steps",
-    "steps retracted",
-    "steps vtc",
-    "steps cut",
-    "target",
-)
 STALL_MS, SHORT_STALL_MS = 2000.0, 300.0
 """Where those that run have their turn. A step takes a second: half of the one, too long for the other."""
 
@@ -78,55 +65,35 @@ class TraceLoad:
     target_tpot_ms: float = 0.0
 
 
-def load(name: str) -> TraceLoad:
-    """One of `LOADS`."""
-    crowd = tuple(_arrivals(f"crowd {name}", requests=60, until_step=20))
-    match name:
-        case "light":
-            return TraceLoad(tuple(_arrivals(name, requests=25, until_step=400)))
-        case "overload":
-            return TraceLoad(crowd, kv_tokens=2400)
-        case "aborts":
-            return TraceLoad(crowd, _aborts(crowd), kv_tokens=4000, chunked_prefill_tokens=128)
-        case "vtc":
-            return TraceLoad(crowd, policy="vtc", kv_tokens=2400, chunked_prefill_tokens=256)
-        case "chunks":
-            return TraceLoad(crowd, kv_tokens=4000, chunked_prefill_tokens=128)
-        case "retraction":
-            writers = tuple(_arrivals(name, requests=40, until_step=200, longest_answer=400))
-            return TraceLoad(
-                writers, kv_tokens=2400, chunked_prefill_tokens=256, ignore_eos=False, steps=4000
-            )
-        case "steps":
-            # Without aborts, which the real queue hears of before the last step is told, and ours after.
-            return TraceLoad(crowd, kv_tokens=6000, chunked_prefill_tokens=480, stall_ms=SHORT_STALL_MS)
-        case "steps vtc":
-            return TraceLoad(crowd, policy="vtc", chunked_prefill_tokens=256, stall_ms=STALL_MS)
-        case "steps cut":  # what is left of a prompt is kept, or those that run would have to be taken back
-            writers = tuple(_arrivals(f"{name} 1", requests=40, until_step=60, longest_answer=400))
-            return TraceLoad(
-                writers,
-                policy="vtc",
-                kv_tokens=1600,
-                chunked_prefill_tokens=64,
-                ignore_eos=False,
-                ratio=0.3,
-                steps=4000,
-                stall_ms=STALL_MS,
-            )
-        case "target":  # no step takes less, so all above their share are held back
-            return TraceLoad(crowd, stall_ms=STALL_MS, target_tpot_ms=STALL_MS / 4)
-        case "steps retracted":
-            writers = tuple(_arrivals(name, requests=40, until_step=200, longest_answer=400))
-            return TraceLoad(
-                writers,
-                kv_tokens=2400,
-                chunked_prefill_tokens=256,
-                ignore_eos=False,
-                steps=4000,
-                stall_ms=STALL_MS,
-            )
-    raise ValueError(f"unknown load {name}")
+def _writers(seed: str, until_step: int) -> tuple[Arrival, ...]:
+    return tuple(_arrivals(seed, requests=40, until_step=until_step, longest_answer=400))
+
+
+def _loads() -> Iterator[tuple[str, TraceLoad]]:
+    def crowd(name: str) -> tuple[Arrival, ...]:
+        return tuple(_arrivals(f"crowd {name}", requests=60, until_step=20))
+
+    yield "light", TraceLoad(tuple(_arrivals("light", requests=25, until_step=400)))
+    yield "overload", TraceLoad(crowd("overload"), kv_tokens=2400)
+    some = crowd("aborts")
+    yield "aborts", TraceLoad(some, _aborts(some), kv_tokens=4000, chunked_prefill_tokens=128)
+    writes: dict[str, Any] = {
+        "kv_tokens": 2400, "chunked_prefill_tokens": 256, "ignore_eos": False, "steps": 4000
+    }  # fmt: skip
+    yield "retraction", TraceLoad(_writers("retraction", 200), **writes)
+    yield "steps retracted", TraceLoad(_writers("steps retracted", 200), **writes, stall_ms=STALL_MS)
+    # What is left of a prompt is kept, or those that run would have to be taken back.
+    writes |= {"kv_tokens": 1600, "chunked_prefill_tokens": 64, "ratio": 0.3, "stall_ms": STALL_MS}
+    yield "steps cut", TraceLoad(_writers("steps cut 1", 60), policy="vtc", **writes)
+    # Without aborts, which the real queue hears of before the last step is told, and ours after.
+    fair = {"kv_tokens": 6000, "chunked_prefill_tokens": 480, "stall_ms": SHORT_STALL_MS}
+    yield "steps", TraceLoad(crowd("steps"), **fair)
+    yield (
+        "steps vtc",
+        TraceLoad(crowd("steps vtc"), policy="vtc", chunked_prefill_tokens=256, stall_ms=STALL_MS),
+    )
+    # No step takes less, so all above their share are held back.
+    yield "target", TraceLoad(crowd("target"), stall_ms=STALL_MS, target_tpot_ms=STALL_MS / 4)
 
 
 def _aborts(arrivals: tuple[Arrival, ...]) -> dict[str, int]:
@@ -149,6 +116,9 @@ def _arrivals(seed: str, *, requests: int, until_step: int, longest_answer: int 
             Arrival(step, f"{number:04}", "abc"[number % 3], tokens[:700], random.randint(1, longest_answer))
         )
         yield sent[-1]
+
+
+LOADS = dict(_loads())
 
 
 class Traced:
@@ -271,7 +241,7 @@ def main() -> None:
     from sglang_fair.engines.bench.one_process import Engine
 
     engine = Engine(admit_per_step=10_000, seed=0)
-    print(json.dumps({name: Traced(load(name)).real(engine) for name in LOADS}))
+    print(json.dumps({name: Traced(load).real(engine) for name, load in LOADS.items()}))
 
 
 if __name__ == "__main__":

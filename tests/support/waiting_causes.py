@@ -59,9 +59,9 @@ class Scene:
         return dict(found)
 
 
-def memory(engine: Any) -> dict[str, Any]:
+def memory(engine: Any, policy: str = "dlpm") -> dict[str, Any]:
     """What is left of the pool is less than its prompt and its longest answer."""
-    scene = Scene(engine, "dlpm")
+    scene = Scene(engine, policy)
     scene.send("runs", "a", 2_000, 20)
     scene.steps(1)
     scene.send("waits", "b", 2_000, 20)
@@ -87,19 +87,6 @@ def prompts(engine: Any) -> dict[str, Any]:
     for number in range(8):
         scene.send(f"before {number}", "a", 20, 1)
     scene.send("waits", "b", 20, 1)
-    scene.rest()
-    return scene.record("waits")
-
-
-def deficit(engine: Any) -> dict[str, Any]:
-    """Its client has used up its quantum; others who come later go first, three in each step."""
-    scene = Scene(engine, "dlpm", QUANTUM="50", OPTIONS="newcomers=0")
-    scene.send("before", "flood", 200, 1)
-    scene.send("before, light", "light", 20, 1)
-    scene.rest()
-    scene.send("waits", "flood", 40, 1)
-    for number in range(9):
-        scene.send(f"later {number}", f"light {number % 3}", 20, 1)
     scene.rest()
     return scene.record("waits")
 
@@ -160,27 +147,16 @@ def passed_over(engine: Any) -> dict[str, Any]:
     return scene.record("waits")
 
 
-def stock_memory(engine: Any) -> dict[str, Any]:
-    """SGLang's own order; only the books are ours."""
-    scene = Scene(engine, "fcfs")
-    scene.send("runs", "a", 2_000, 20)
-    scene.steps(1)
-    scene.send("waits", "b", 2_000, 20)
-    scene.rest()
-    return scene.record("waits")
-
-
 SCENES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "memory": memory,
     "batch": batch,
     "prompts": prompts,
-    "deficit": deficit,
     "prefix": prefix,
     "running": running,
     "target": target,
     "rate": rate,
     "engine": passed_over,
-    "memory, in SGLang's own order": stock_memory,
+    "memory, in SGLang's own order": lambda engine: memory(engine, "fcfs"),  # only the books are ours
 }
 
 
