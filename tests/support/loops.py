@@ -5,11 +5,10 @@
 serves random cases one after the other and prints the sum of what came of them as JSON. The scheduler has to be alone
 in its process. All that is random follows from the seed: the sizes of pool, pages, chunks and batches; who sends what,
 and when; which requests are aborted while they wait, are cut, decode, were retracted, or have ended; pauses that
-retract all. Of each case is checked, in `Case.check`, that every request ended once, that the charges of each
-client are what the model computed and gave, that nobody who runs was behind by more than the bound, that the pools are
-whole, and that the books are empty; and in every iteration that the books
-have those who wait, that each load report is SGLang's own sum over them, and that a batch leaves the queue as SGLang's
-own filter would.
+retract all. Of each case is checked, in `Case.check`, that every request ended once, that the charges of each client
+are what the model computed and gave, that nobody who runs was behind by more than the bound, that the pools are whole,
+and that the books are empty; and in every iteration that the books have those who wait, that each load report is
+SGLang's own sum over them, and that a batch leaves the queue as SGLang's own filter would.
 """
 
 import json
