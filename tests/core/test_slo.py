@@ -92,9 +92,6 @@ def test_it_charges_as_the_policy_that_it_is_made_of(normalised):
             queue.finish(job.id)
     assert ours.counters() == pytest.approx(theirs.counters())
     assert ours.bound(10, 20) == theirs.bound(10, 20)
-    assert ours.has_learnt() == normalised
-    if normalised:
-        assert ours.learnt() == theirs.learnt()
 
 
 @pytest.mark.parametrize(("name", "left"), [("slo", 100), ("dlpm", 20)])
