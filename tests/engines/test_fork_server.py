@@ -54,7 +54,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
     listener.bind("\\0" + sys.argv[1])
     listener.listen()
     print("ready to fork replicas", flush=True)
-    fork_server.serve_with(listener, main)
+    fork_server.ForkServer(listener, main).run()
 """
 
 
@@ -201,8 +201,7 @@ def test_a_cluster_forks_its_replicas_and_one_that_is_killed_returns() -> None:
         facts = cluster.addresses
         assert facts["emulated"]["gpu"] == "a10g"
         assert "emulated a10g with llama-3.2-3b" in cluster.log.read_text()
-        keeper = psutil.Process(psutil.Process(facts["pids"]["r0"]).ppid())
-        assert keeper.ppid() == facts["pids"]["fork-server"]
+        assert psutil.Process(facts["pids"]["r0"]).ppid() == facts["pids"]["fork-server"]
         below = {process.pid for process in psutil.Process(facts["pids"]["cluster"]).children(recursive=True)}
         assert set(facts["pids"].values()) - {facts["pids"]["cluster"]} <= below, "processes have one owner"
         body = {"model": "default", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
