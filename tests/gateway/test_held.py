@@ -109,7 +109,7 @@ class DirectLink(Link):
         return True
 
     def later(self, message: bytes) -> None:
-        asyncio.get_running_loop().call_later(0.001, self._take, [message])
+        asyncio.get_running_loop().call_later(0.001, self._take, message)
 
 
 @pytest.fixture
