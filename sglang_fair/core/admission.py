@@ -30,6 +30,7 @@ from sglang_fair.core.preemption import Preemption
 from sglang_fair.core.prefixes import Prefixes
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.record import Outcome, Record
+from sglang_fair.core.step_times import LEAST_CHUNK_TOKENS
 from sglang_fair.core.steps import PromptsFirst, Steps
 from sglang_fair.core.waits import ENGINE, PREFIX, RUNNING, STEP
 
@@ -62,6 +63,12 @@ def block_of(tokens: memoryview, prefix_tokens: int, *root: Hashable) -> Hashabl
     return prefix_tokens, *root, *(tokens[start : start + BLOCK_TOKENS].tobytes() for start in starts)
 
 
+def _mixed_step(tokens: int) -> int:
+    """Tokens of a mixed step that goes by the prompt of one client: with those of a cut prompt beside it, it hardly
+    lasts longer."""
+    return max(LEAST_CHUNK_TOKENS, tokens + tokens // 8) + 2 * BLOCK_TOKENS
+
+
 class Admission:
     """Decides which requests of `queue` join the next batch. `match` looks a waiting request up in the cache.
 
@@ -79,6 +86,7 @@ class Admission:
         self._rule: PromptsFirst = steps or PromptsFirst()
         if steps is not None:
             queue.reweighed.append(steps.reweigh)
+            queue.policy.idle_first = steps.mixes
         self._prefixes = Prefixes(waits=queue.policy.waits_for_prefixes)
         self.listeners = Listeners(self.record, self._prefixes, self._rule)
         if self.preemption is not None:
@@ -166,21 +174,30 @@ class Admission:
 
     def goes_on(self, job: Job) -> bool:
         """Whether the prompt that was cut goes on now. If not, those that run have their turn, or another client's
-        prompt that is next and has room in this step only without it. Never twice in a row for that."""
+        prompt that is next and has room in this step only without it. Never twice in a row for that, and never where
+        steps are mixed, which have room for both."""
         if not self._may_prefill(job):
             return False
-        if (most := self.chunk_tokens()) is None:
+        if (most := self.chunk_tokens(job)) is None:
             return True
         needed = self._needed_beside(job)
         if needed <= most and self._holds_back(job):  # a longer one would wait for the end of this one
             return False
+        if self._rule.mixes:
+            return True
         # If the other one is not admitted after all, the engine must have something else to do.
         self._gave_way = not self._gave_way and most // 2 < needed <= most and self._can_decode()
         return not self._gave_way
 
-    def chunk_tokens(self) -> int | None:
-        """Most prompt tokens of this step; None: as many as the engine will."""
-        return self._rule.chunk_tokens()
+    def chunk_tokens(self, cut: Job | None = None) -> int | None:
+        """Most prompt tokens of this step; None: as many as the engine will. `cut`: the prompt that was cut. Where
+        steps are mixed, another client's that is next need not wait for its end: the step has room for all of it."""
+        most = self._rule.chunk_tokens()
+        if most is not None and cut is not None and self._rule.mixes:
+            needed = self._needed_beside(cut)
+            if 0 < needed <= self._rule.whole_tokens():
+                return max(most, _mixed_step(needed))
+        return most
 
     def chunk_of(self, job: Job, tokens: int, block: Hashable | None = None) -> int:
         """Of the `tokens` that the step may have, how many the prompt `job`, which was cut, may have from `block` on:
@@ -189,6 +206,9 @@ class Admission:
         if self.chunk_tokens() is None:
             return tokens
         needed = self._needed_beside(job, block)
+        if self._rule.mixes:
+            fits = 0 < needed <= tokens - BLOCK_TOKENS
+            return min(tokens, _mixed_step(needed)) - needed if fits else tokens
         return tokens - needed if needed <= tokens // 2 else tokens
 
     def candidates(self) -> Iterator[Job]:

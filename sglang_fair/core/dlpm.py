@@ -92,6 +92,8 @@ class Dlpm(ByClient):
     _creditors: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False, repr=False)
     """Absent clients with credit, the longest absent first."""
 
+    _running: set[str] = field(default_factory=set, init=False, repr=False)
+    """Clients that run something, with `idle_first`."""
     _borrower: Job | None = field(default=None, init=False, repr=False)
     """The job that left the queue last, if its client had no credit."""
     _new: Newcomers = field(init=False, repr=False)
@@ -147,6 +149,11 @@ class Dlpm(ByClient):
     def release(self) -> None:
         self._ready.show()
         super().release()
+
+    def runs(self, client: str, any_request: bool) -> None:
+        if self.idle_first:
+            (self._running.add if any_request else self._running.discard)(client)
+            self._seat(client)
 
     def admitted(self, job: Job) -> None:
         account = self._account(job.client)
@@ -294,7 +301,7 @@ class Dlpm(ByClient):
                 self._turns[client] = True
                 self._parked.discard(client)
             is_new = self.newcomers_first and account.goes_first
-            self._ready.put(client, (not is_new, *self._order(head)))
+            self._ready.put(client, (not is_new, client in self._running, *self._order(head)))
         else:
             if client not in self._parked:
                 self._turns[client] = False

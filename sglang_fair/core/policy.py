@@ -136,6 +136,12 @@ class Policy(ABC):
         in units of the cost function."""
         return 1.0
 
+    idle_first: bool = False
+    """Among clients that may go, one that runs nothing goes first."""
+
+    def runs(self, client: str, any_request: bool) -> None:
+        """A first request of `client` runs, or none any more."""
+
     def ended(self, job: Job) -> None:
         """`job`, which had been admitted, has ended, by itself or by abort, and was charged in full."""
 

@@ -158,7 +158,10 @@ class FairQueue:
             raise ValueError(f"request {job.id} does not wait")
         self._stop_waiting(job)
         if not job.system:
-            self._presence(job.client).running += 1
+            presence = self._presence(job.client)
+            presence.running += 1
+            if presence.running == 1:
+                self.policy.runs(job.client, True)
         self.account.begin(job, extend_tokens=extend_tokens, cached_tokens=cached_tokens, path=path)
 
     def finish(self, job_id: str) -> None:
@@ -279,7 +282,10 @@ class FairQueue:
 
     def _stop_running(self, job: Job) -> None:
         if not job.system:
-            self._clients[job.client].running -= 1
+            presence = self._clients[job.client]
+            presence.running -= 1
+            if not presence.running:
+                self.policy.runs(job.client, False)
 
     def _presence(self, client: str) -> Presence:
         presence = self._clients.get(client)

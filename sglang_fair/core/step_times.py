@@ -14,24 +14,21 @@ FIRST_CHUNK_TOKENS = 2048
 
 
 class Chunks:
-    """How many prompt tokens a step may have so that it takes no longer than `stall_s`, learnt from the steps."""
+    """How many prompt tokens a step may have so that it lasts no longer than it may, learnt from the steps."""
 
-    def __init__(self, stall_s: float) -> None:
-        self._stall_s = stall_s
+    def __init__(self) -> None:
         self.tokens = float(FIRST_CHUNK_TOKENS)
 
-    def learn(self, tokens: int, duration_s: float, decode_s: float) -> None:
-        """At once if a step took too long, otherwise by those that are nearly as large: a small one says little about a
-        large one's time per token. One that no bound would have made shorter halves it at most: else short prompts that
-        take long (an image) would make everybody's steps short. `decode_s`: on an engine so slow that two decode steps
-        take longer than `stall_s`, shorter chunks would help no client."""
+    def learn(self, tokens: int, duration_s: float, most_s: float) -> None:
+        """At once if a step took longer than `most_s`, otherwise by those that are nearly as large: a small one says
+        little about a large one's time per token. One that no bound would have made shorter halves it at most: else
+        short prompts that take long (an image) would make everybody's steps short."""
         if not duration_s:
             return
-        stall_s = max(self._stall_s, 2 * decode_s)
-        fits = tokens * stall_s / duration_s
+        fits = tokens * most_s / duration_s
         if tokens <= LEAST_CHUNK_TOKENS:
             fits = max(fits, self.tokens / 2)
-        if duration_s > stall_s or 2 * tokens >= self.tokens:
+        if duration_s > most_s or 2 * tokens >= self.tokens:
             self.tokens = max(LEAST_CHUNK_TOKENS, min(fits, 2 * self.tokens))
 
 
@@ -66,6 +63,10 @@ class TokenTimes:
         lengths.extend([duration_s / steps] * min(steps, USUAL_OF))
         self._usual_s[size] = median(lengths)
         self.solo_s = min(self._usual_s.values())
+
+    def usual_s(self, requests: int) -> float:
+        """What a decode step for about so many requests takes; 0 if none was measured."""
+        return self._usual_s.get(requests.bit_length(), 0.0)
 
     def expected_s(self, requests: int) -> float:
         """How long a token is expected to take beside so many requests; 0 before any was measured."""

@@ -37,6 +37,9 @@ DEFAULT_STALL_MS = 100.0
 LEAST_SHARE = 1 / 8
 """Part of the time that decode steps get at least, if one client runs and another has prompts."""
 
+MIXED = 1.1
+"""A mixed step may last so many times as long as the share of a client that decodes pays for."""
+
 PACE = 1.25
 """A token may take so many times as long as its client's share of the engine would need for it alone."""
 
@@ -68,14 +71,19 @@ def checked_target_tpot_ms(target_tpot_ms: float | None, stall_ms: float) -> flo
 
 
 def make_steps(
-    policy: Policy, stall_ms: float, target_tpot_ms: float | None = None, *, unseen: int = 0
+    policy: Policy,
+    stall_ms: float,
+    target_tpot_ms: float | None = None,
+    *,
+    unseen: int = 0,
+    mixes: bool = False,
 ) -> "Steps | None":
     """The rule beside `policy`. None if that shares nothing among clients, and if `stall_ms` is 0."""
     checked_target_tpot_ms(target_tpot_ms, stall_ms)
     if not policy.shares_steps or not checked_stall_ms(stall_ms):
         return None
     target_s = None if target_tpot_ms is None else target_tpot_ms / 1000
-    return Steps(stall_ms / 1000, policy.weights, target_s=target_s, unseen=unseen)
+    return Steps(stall_ms / 1000, policy.weights, target_s=target_s, unseen=unseen, mixes=mixes)
 
 
 @dataclass(slots=True)
@@ -95,6 +103,13 @@ class Present:
 
 class PromptsFirst(Listener):
     """The rule without shares: prompts go first, whatever runs."""
+
+    mixes: bool = False
+    """Those that run get a token in steps for prompts too."""
+
+    def whole_tokens(self) -> int:
+        """Of a prompt that goes before one that was cut, the most that one step may have."""
+        return 0
 
     def chunk_tokens(self) -> int | None:
         """Most prompt tokens of a step that is formed now; None: as many as the engine will."""
@@ -135,8 +150,10 @@ class Steps(PromptsFirst):
         *,
         target_s: float | None = None,
         unseen: int = 0,
+        mixes: bool = False,
     ) -> None:
         self.stall_s = stall_s
+        self.mixes = mixes
         self.target_s = target_s
         self.held_back = 0
         """How often a client's prompts were held back for a pass, for the target."""
@@ -171,7 +188,9 @@ class Steps(PromptsFirst):
         """Of them."""
         self._decoding_requests = 0
         self._tokens = TokenTimes()
-        self._chunks = Chunks(stall_s)
+        self._chunks = Chunks()
+        self._paced = Chunks()
+        """Of mixed steps, beside clients that decode."""
 
     # ---- which clients are here
 
@@ -298,7 +317,12 @@ class Steps(PromptsFirst):
             self._forget_old()
             if not self._left:
                 return ALONE * int(self._chunks.tokens)
+        if self._mixed_s():
+            return int(min(self._chunks.tokens, self._paced.tokens))
         return int(self._chunks.tokens)
+
+    def whole_tokens(self) -> int:
+        return int(self._chunks.tokens) if self._mixed_s() else ALONE * int(self._chunks.tokens)
 
     # ---- what was done
 
@@ -339,7 +363,10 @@ class Steps(PromptsFirst):
         tokens = sum(extended.values())
         if not tokens:
             return
-        self._chunks.learn(tokens, duration_s, self._decode_s)
+        # Where two decode steps take longer than `stall_s`, shorter chunks would help no client.
+        self._chunks.learn(tokens, duration_s, max(self.stall_s, 2 * self._decode_s))
+        if mixed and (most_s := self._mixed_s()):
+            self._paced.learn(tokens, duration_s, most_s)
         token_s = min(duration_s, self._decode_s)
         duration_s *= 1 - extended.get(SYSTEM, 0) / tokens
         tokens -= extended.get(SYSTEM, 0)
@@ -411,6 +438,16 @@ class Steps(PromptsFirst):
             return inf
         below = max((p.weight for c, p in self._runners.items() if not self._is_above(c)), default=0.0)
         return PACE * self._tokens.solo_s * self._weight / below if below else inf
+
+    def _mixed_s(self) -> float:
+        """The longest mixed step that those who decode pay for, apart from the client with the most of the requests
+        that run; 0: no other decodes, or there are no mixed steps. O(clients that run)."""
+        if not self.mixes or len(self._runners) < 2 or not self._decoding:
+            return 0.0
+        heaviest = max(self._runners.values(), key=lambda one: one.running / one.weight)
+        share = max((self._share(one) for one in self._decoding.values() if one is not heaviest), default=0.0)
+        usual_s = self._tokens.usual_s(self._decoding_requests) or self._decode_s
+        return MIXED * usual_s / share if share else 0.0
 
     def _share(self, present: Present) -> float:
         if present.weight >= self._weight:

@@ -16,6 +16,7 @@ SGLang says (`guarded`).
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -62,14 +63,25 @@ def guarded(
     return call
 
 
+@dataclass(frozen=True)
+class Loop:
+    """SGLang's scheduling loop."""
+
+    steps_in_order: bool = True
+    """One step is computed after the other, so that each one's time can be told. Otherwise prompts go first, whoever
+    runs."""
+    overlaps: bool = False
+    """A step is formed before the results of the last one are in."""
+    mixes: bool = False
+    """Those that run get a token in steps for prompts too (--enable-mixed-chunk)."""
+
+
 class Books:
     """What waits and runs in one SGLang scheduler, and what it was charged.
 
     `orders`: our policy decides who is admitted; otherwise SGLang's own does, and only the books are kept.
     `generates`: the model emits tokens. An embedding model does not, though SGLang notes one for each request.
     `sees_all`: every request joins the waiting queue by way of `arrive`.
-    `steps_in_order`: one step is computed after the other, so that each one's time can be told. Otherwise prompts go
-    first, whoever runs. `overlaps`: a step is formed before the results of the last one are in.
     """
 
     def __init__(
@@ -81,8 +93,7 @@ class Books:
         tree_cache: Any,
         generates: bool = True,
         sees_all: bool = True,
-        steps_in_order: bool = True,
-        overlaps: bool = False,
+        loop: Loop = Loop(),
     ) -> None:
         self.config = config
         self._apps = config.read_apps()
@@ -95,10 +106,10 @@ class Books:
         self._sees_all = sees_all
         self._tree_cache = tree_cache
         self._refused = 0
-        self._overlaps = overlaps
-        self._stall_ms = config.stall_ms if orders and steps_in_order else 0.0
+        self._loop = loop
+        self._stall_ms = config.stall_ms if orders and loop.steps_in_order else 0.0
         self._target_tpot_ms = config.target_tpot_ms if self._stall_ms else 0.0
-        if config.stall_ms and orders and not steps_in_order:
+        if config.stall_ms and orders and not loop.steps_in_order:
             logger.info(
                 "sglang-fair: with pipeline parallelism or multiplexing --stall-ms and --target-tpot-ms "
                 "have no effect"
@@ -113,7 +124,8 @@ class Books:
         """Empty books."""
         policy = self.config.make_policy(self._policy)
         self.queue = FairQueue(policy, self.config.charges, payers=make_payers(self.config.payer))
-        steps = make_steps(policy, self._stall_ms, self._target_tpot_ms, unseen=int(self._overlaps))
+        bounds = self._stall_ms, self._target_tpot_ms
+        steps = make_steps(policy, *bounds, unseen=int(self._loop.overlaps), mixes=self._loop.mixes)
         self._admission = Admission(self.queue, self._match, steps)
         tree_core.follow(self._tree_cache, policy.weights)
         self.queue.reweighed.append(partial(tree_core.reweigh, self._tree_cache))

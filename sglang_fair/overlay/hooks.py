@@ -47,7 +47,7 @@ from sglang_fair.overlay import (
     wire,
 )
 from sglang_fair.overlay.batch import input_tokens, output_tokens, rows
-from sglang_fair.overlay.books import JOB_ATTRIBUTE
+from sglang_fair.overlay.books import JOB_ATTRIBUTE, Loop
 from sglang_fair.overlay.clock import Clock, TimedReceiver
 from sglang_fair.overlay.identity import carry_client, judge_request
 from sglang_fair.overlay.replica import ReplicaFairness
@@ -105,16 +105,23 @@ class FairPrefillAdder(PrefillAdder):
     """Asks before a request is admitted, and reports what was admitted with the engine's own numbers."""
 
     def __init__(
-        self, *args: Any, fair: ReplicaFairness, cut_tokens: int, mixes: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        fair: ReplicaFairness,
+        cut_tokens: int,
+        cut: Any = None,
+        mixes: bool = False,
+        **kwargs: Any,
     ) -> None:
-        """`cut_tokens`: a prompt is cut at multiples of it. `mixes`: those that run get a token in the same step."""
+        """`cut_tokens`: a prompt is cut at multiples of it; `cut`: one that was. `mixes`: those that run get a token in
+        the same step."""
         super().__init__(*args, **kwargs)
         self.fair = fair
         self._cut_tokens = cut_tokens
         self._beside_cut = False
         self._parked: Any = None
         """The prompt that was cut before and gets no chunk in this batch."""
-        if (most := fair.chunk_tokens()) is not None:
+        if (most := fair.chunk_tokens(cut)) is not None:
             budget: Any = self
             most = max(most // cut_tokens, 1) * cut_tokens
             budget.rem_input_tokens = min(budget.rem_input_tokens, most)
@@ -218,8 +225,11 @@ def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
         tree_cache=scheduler.tree_cache,
         generates=scheduler.is_generation,
         sees_all=get_disagg().disaggregation_mode == DisaggregationMode.NULL.value,
-        steps_in_order=get_parallel().pp_size == 1 and not scheduler.enable_pdmux,
-        overlaps=scheduler.enable_overlap,
+        loop=Loop(
+            steps_in_order=get_parallel().pp_size == 1 and not scheduler.enable_pdmux,
+            overlaps=scheduler.enable_overlap,
+            mixes=scheduler.is_mixed_chunk,
+        ),
     )
     scheduler.policy = (FairSchedulePolicy if ours is not None else BookkeepingPolicy)(
         scheduler.schedule_policy,
@@ -294,7 +304,11 @@ def get_prefill_adder_class(result: type[PrefillAdder], scheduler: Any) -> Any:
         raise SystemExit(f"sglang-fair: another plugin replaced the prefill adder by {result.__name__}")
     cut_tokens = lcm(scheduler.page_size, scheduler.truncation_align_size or 1)
     return partial(
-        FairPrefillAdder, fair=scheduler.fair, cut_tokens=cut_tokens, mixes=scheduler.is_mixed_chunk
+        FairPrefillAdder,
+        fair=scheduler.fair,
+        cut_tokens=cut_tokens,
+        cut=scheduler.chunked_req,
+        mixes=scheduler.is_mixed_chunk,
     )
 
 

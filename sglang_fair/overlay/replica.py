@@ -61,9 +61,10 @@ class ReplicaFairness(Books):
         return self.orders and len(self.queue) > 0 and not self.queue.running()
 
     @guarded
-    def chunk_tokens(self) -> int | None:
-        """Most prompt tokens of the batch that is formed; None: as many as SGLang will."""
-        return self._admission.chunk_tokens()
+    def chunk_tokens(self, cut: Any) -> int | None:
+        """Most prompt tokens of the batch that is formed, `cut` the request whose prompt was cut, if there is one;
+        None: as many as SGLang will."""
+        return self._admission.chunk_tokens(None if cut is None else self.job(cut))
 
     @guarded
     def goes_on(self, request: Any) -> bool:

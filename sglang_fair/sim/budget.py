@@ -49,6 +49,8 @@ class Settings:
     least_new_token_ratio: float = 0.098
     ratio_decay_steps: int = 600
     """Decode steps in which the ratio falls from `new_token_ratio` to `least_new_token_ratio`."""
+    mixed_chunk: bool = False
+    """A batch of prompts has a token for each running request too (--enable-mixed-chunk)."""
     cache_share: bool = False
     """Fair eviction (`core.eviction`) in place of plain LRU, where the policy has shares."""
     progress_steps: int = 40
@@ -116,13 +118,23 @@ class NewTokenRatio:
 class Budget:
     """What is left for one batch. `room` is the memory at each call, in tokens; locking a prefix reduces it."""
 
-    def __init__(self, settings: Settings, reserved_tokens: float, most_tokens: int | None = None) -> None:
-        """`most_tokens`: an upper bound of the chunk size for this batch, in whole pages and at least one."""
+    def __init__(
+        self,
+        settings: Settings,
+        reserved_tokens: float,
+        most_tokens: int | None = None,
+        decoding: int = 0,
+        page_tokens: int = 0,
+    ) -> None:
+        """`most_tokens`: an upper bound of the chunk size for this batch, in whole pages and at least one.
+        `decoding`: running requests that get a token in it, for which `page_tokens` of memory are needed."""
         self._page = settings.page_tokens
-        self._reserved = reserved_tokens
-        self._taken = 0
-        self._prompt_left = settings.max_prefill_tokens
+        self._reserved = reserved_tokens + decoding + page_tokens
+        self._taken = decoding
+        self._prompt_left = settings.max_prefill_tokens - decoding
         self._chunk_left = settings.chunked_prefill_tokens
+        if self._chunk_left is not None:
+            self._chunk_left -= decoding
         if most_tokens is not None:
             most_tokens = max(most_tokens // self._page, 1) * self._page
             self._prompt_left = min(self._prompt_left, most_tokens)
@@ -187,7 +199,8 @@ class Budget:
         """How much of the rest of a prompt that was cut before is computed next: always some, as `keep` was called for
         it. At most `most_tokens`, in whole pages, if that is one at least."""
         fits = min(self.chunk_tokens, int(room - self._reserved))
-        most = most_tokens // self._page * self._page or self.chunk_tokens
+        bound = most_tokens < self.chunk_tokens
+        most = (bound and most_tokens // self._page * self._page) or self.chunk_tokens
         return min(tokens, most, room, fits if fits > 0 else self.chunk_tokens)
 
     def keep(self, rest_tokens: int, output_tokens: int) -> None:

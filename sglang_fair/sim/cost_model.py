@@ -39,8 +39,11 @@ Reader = Callable[[str], Any]
 class CostModel(Protocol):
     """How long an engine's GPU is busy, in seconds: at least 0, and non-decreasing in every argument."""
 
-    def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
-        """One batch of prefills, given as (tokens to compute, tokens cached before them) of each request."""
+    def prefill_s(
+        self, extends: Sequence[tuple[int, int]], requests: int = 0, context_tokens: int = 0
+    ) -> float:
+        """One batch of prefills, given as (tokens to compute, tokens cached before them) of each request, and with it a
+        token for each of `requests` that run, whose contexts have `context_tokens` in total."""
 
     def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:
         """`steps` decode steps of `requests` whose contexts have `context_tokens` in total before the first one, and
@@ -106,14 +109,18 @@ class Roofline:
     shape: ModelShape
     efficiency: Efficiency = field(default_factory=Efficiency)
 
-    def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
+    def prefill_s(
+        self, extends: Sequence[tuple[int, int]], requests: int = 0, context_tokens: int = 0
+    ) -> float:
         if not extends:
             return 0.0
-        tokens = sum(extend for extend, _ in extends)
+        tokens = sum(extend for extend, _ in extends) + requests
         attended = sum(pairs(extend, cached) for extend, cached in extends)
         held = sum(extend + cached for extend, cached in extends)
-        overhead = self.efficiency.prefill_overhead_s + self.efficiency.request_overhead_s * len(extends)
-        return overhead + self._matrices_s(tokens, len(extends)) + self._attention_s(attended, held)
+        requests += len(extends)
+        overhead = self.efficiency.prefill_overhead_s + self.efficiency.request_overhead_s * requests
+        attention_s = self._attention_s(attended, held) + self._attention_s(context_tokens, context_tokens)
+        return overhead + self._matrices_s(tokens, requests) + attention_s
 
     def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:
         if not requests:
@@ -178,11 +185,15 @@ class Fitted:
     def __post_init__(self) -> None:
         _check_seconds(self, [own.name for own in fields(self)])
 
-    def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
+    def prefill_s(
+        self, extends: Sequence[tuple[int, int]], requests: int = 0, context_tokens: int = 0
+    ) -> float:
         if not extends:
             return 0.0
         return (
             self.prefill_base_s
+            + self.decode_request_s * requests
+            + self.decode_context_token_s * context_tokens
             + self.prefill_request_s * len(extends)
             + self.prefill_token_s * sum(extend for extend, _ in extends)
             + self.prefill_pair_s * sum(pairs(extend, cached) for extend, cached in extends)
@@ -210,8 +221,10 @@ class Scaled:
         if not (isfinite(self.factor) and self.factor > 0):
             raise ValueError(f"a time scale must be a finite number above 0, not {self.factor!r}")
 
-    def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
-        return self.factor * self.model.prefill_s(extends)
+    def prefill_s(
+        self, extends: Sequence[tuple[int, int]], requests: int = 0, context_tokens: int = 0
+    ) -> float:
+        return self.factor * self.model.prefill_s(extends, requests, context_tokens)
 
     def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:
         return self.factor * self.model.decode_s(requests, context_tokens, steps)

@@ -4,6 +4,7 @@ Steps are numbered through. What grows with each of them (tokens held, output ow
 that many steps cost as much as one.
 """
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from sglang_fair.core.job import Job
@@ -12,7 +13,7 @@ from sglang_fair.sim.pool import Task
 
 
 class DecodeBatch:
-    """The requests in SGLang's order, which is that of joining, as of step number `step`."""
+    """The requests as of step number `step`. SGLang's order is that of their places."""
 
     def __init__(self, page_tokens: int) -> None:
         self.step = 0
@@ -24,6 +25,8 @@ class DecodeBatch:
         """How many requests need a new page at the step whose number is i modulo the page size."""
         self._page_tokens = page_tokens
         self._joins = 0
+        self._before = 0
+        """Places before all others that were given."""
         self._ends: list[tuple[int, int, Task]] = []
         """Heap of (last step, place, task). An entry is out of date where the task's own numbers differ."""
         self._owed_tokens = 0
@@ -36,7 +39,16 @@ class DecodeBatch:
 
     def join(self, task: Task) -> None:
         self._joins += 1
-        task.place, task.joined = self._joins, self.step
+        self._enter(task, self._joins)
+
+    def join_before(self, tasks: Sequence[Task]) -> None:
+        """In this order before all others: SGLang merges those that ran into a mixed batch."""
+        self._before -= len(tasks)
+        for place, task in enumerate(tasks, self._before):
+            self._enter(task, place)
+
+    def _enter(self, task: Task, place: int) -> None:
+        task.place, task.joined = place, self.step
         task.last_step = self.step + 1 if task.aborted else self.step + task.output_limit - task.output
         heappush(self._ends, (task.last_step, task.place, task))
         self.tasks[task.request.id] = task
@@ -45,6 +57,13 @@ class DecodeBatch:
         self.held_tokens += task.length
         self._owed_tokens += task.job.max_output_tokens - task.output
         self._clipped += task.job.max_output_tokens > LONGEST_RESERVATION
+
+    def reorder(self, tasks: Sequence[Task]) -> None:
+        """All of it, in this order."""
+        for task in tasks:
+            self._joins += 1
+            task.place = self._joins
+            heappush(self._ends, (task.last_step, task.place, task))
 
     def leave(self, task: Task) -> None:
         del self.tasks[task.request.id], self.jobs[task.request.id]

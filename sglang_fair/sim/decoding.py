@@ -70,6 +70,8 @@ class Decoding:
         self.decoding = DecodeBatch(settings.page_tokens)
         self._batch: list[Task] = []
         """The prompts that are being computed, while the run, if any, pauses; empty while decoding."""
+        self._mixed = False
+        """Those that run get a token in the same step."""
         self._batch_s = 0.0
         """How long that takes."""
         self._chunked: Task | None = None
@@ -118,22 +120,26 @@ class Decoding:
 
     def _decode(self, to: int) -> None:
         """Carry out the steps of the current run up to number `to`."""
+        steps = to - self.decoding.step
+        if steps:
+            length_s = self._ends_at(to) - self._ends_at(self.decoding.step)
+            self.admission.step(length_s, decoded=steps, requests=len(self.decoding))
+            self.ratio.decoded(steps)
+            self._write(to)
+
+    def _write(self, to: int) -> None:
+        """All that run write the tokens up to step number `to`."""
         decoding, pool = self.decoding, self.pool
         steps, count = to - decoding.step, len(decoding)
-        if not steps:
-            return
         page_tokens, new_pages = self.settings.page_tokens, decoding.new_pages
         for step in range(decoding.step, to):
             if pool.free_pages < count and self.cache.evictable_tokens:
                 pool.make_free(count * page_tokens)  # SGLang frees a page for each request
-            if self.cache.changed:
+            if self.cache.changed and self._run is not None:
                 self.drain(self._ends_at(step + 1))
             pool.free_pages -= new_pages[step % page_tokens]
         assert pool.free_pages >= 0
-        length_s = self._ends_at(to) - self._ends_at(decoding.step)
-        self.admission.step(length_s, decoded=steps, requests=count)
         decoding.advance(steps)
-        self.ratio.decoded(steps)
         self.queue.account.emit_each(decoding.jobs.values(), steps)
         self.meters.decode_steps += steps
         self._count_output(count * steps)
@@ -175,7 +181,8 @@ class Decoding:
         decoding, pool = self.decoding, self.pool
         step = decoding.step
         kept = sorted(
-            decoding.tasks.values(), key=lambda task: (task.written(step), -task.prompt_tokens), reverse=True
+            decoding.tasks.values(),
+            key=lambda task: (-task.written(step), task.prompt_tokens, task.place),
         )
         self.break_run(t_s)
         self.admission.tick(t_s)
@@ -190,6 +197,7 @@ class Decoding:
             self.meters.retractions += 1
             if pool.make_free_pages(decoding.pages_for_step()):
                 break
+        decoding.reorder(kept)
         assert pool.make_free_pages(decoding.pages_for_step()), "one request alone is longer than the pool"
         self._is_full = False
         self.ratio.retracted(

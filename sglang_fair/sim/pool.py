@@ -40,7 +40,7 @@ class Task:
     """Output tokens when it joined the decode batch, at step number `joined`."""
     joined: int = 0
     place: int = 0
-    """Number in order of joining the decode batch; 0 outside."""
+    """By which the decode batch is ordered; 0 outside."""
     last_step: int = 0
     """The decode step after which it ends."""
     aborted: bool = False

@@ -38,8 +38,14 @@ class Prompts(Decoding):
                 return []
         self.admission.tick(now_s)
         self.admission.begin_pass(self.cache.tokens, self._can_decode)
-        reserved_tokens = self.decoding.reservable_tokens() * self.ratio.now
-        budget = Budget(settings, reserved_tokens, self.admission.chunk_tokens())
+        rows, pages = self._beside()
+        budget = Budget(
+            settings,
+            self.decoding.reservable_tokens() * self.ratio.now,
+            self.admission.chunk_tokens(None if chunked is None else chunked.job),
+            rows,
+            pages * settings.page_tokens,
+        )
         batch: list[Task] = []
         stopped: str | None = None
         if chunked is not None and self.admission.goes_on(chunked.job):
@@ -86,11 +92,18 @@ class Prompts(Decoding):
         self.admission.end_pass(stopped)
         if batch:
             pool.take(batch)
+            self._mixed = rows > 0 and pool.make_free_pages(pages)
             extend_tokens = sum(task.computed - task.start - task.loaded for task in batch)
             self.meters.extend_tokens += extend_tokens
             queue.account.ledger.engine_counted(extend=extend_tokens)
             queue.account.ledger.check()
         return batch
+
+    def _beside(self) -> tuple[int, int]:
+        """How many running requests get a token in the next batch of prompts, and the new pages for that."""
+        if not self.settings.mixed_chunk or (self._chunked is not None and not self._can_decode()):
+            return 0, 0
+        return len(self.decoding), self.decoding.pages_for_step()
 
     def _may_take_back(self) -> bool:
         """A request waits for which others may be taken back. O(waiting), if the policy has that."""
@@ -141,7 +154,10 @@ class Prompts(Decoding):
     def _computed(self, t_s: float) -> None:
         """The extend batch is done: its requests have a first token, except one whose prompt was cut."""
         batch, self._batch = self._batch, []
-        was_empty, left = not self.decoding, self._chunked is not None
+        if self._mixed:
+            self._write(self.decoding.step + 1)
+        was_empty, left = not self.decoding or self._mixed, self._chunked is not None
+        joining: list[Task] = []
         events: list[Event] = []
         tokens = 0
         self.admission.computed([task.job for task in batch])
@@ -149,7 +165,7 @@ class Prompts(Decoding):
         for task in batch:
             tokens_computed = task.computed - task.start - task.loaded
             extended[task.request.client] = extended.get(task.request.client, 0) + tokens_computed
-        self.admission.step(self._batch_s, extended)
+        self.admission.step(self._batch_s, extended, decoded=int(self._mixed))
         for task in batch:
             if task is self._chunked:
                 continue
@@ -159,12 +175,17 @@ class Prompts(Decoding):
             events.append(Progress(task.request.id, t_s, task.output))
             if task.output < task.output_limit:
                 self.pool.keep(task, task.computed)
-                self.decoding.join(task)
+                joining.append(task)
             else:
                 left = True
                 self.pool.release(task, task.computed, task.output, keep=True)
                 self.admission.finish(task.job)
                 events.append(self._finished(task, task.output, t_s))
+        if self._mixed:
+            self.decoding.join_before(joining)
+        else:
+            for task in joining:
+                self.decoding.join(task)
         if self._chunked is not None:
             if self._chunked.aborted:
                 events.append(self._drop_chunked(self._chunked, t_s))
@@ -176,6 +197,9 @@ class Prompts(Decoding):
         self.queue.account.ledger.check()
         self.drain(t_s)
         self._events += events
+        if self._mixed:
+            self._mixed = False
+            self._decoded(t_s)
 
     def _drop_chunked(self, task: Task, t_s: float) -> Finished:
         """An aborted request ends inside its prompt. What the last chunk computed is not cached."""

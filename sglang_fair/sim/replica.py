@@ -187,8 +187,14 @@ class Replica(Prompts):
         self.evictions.queue_again()
         if self._batch:
             self.break_run(t_s)
+            rows = len(self.decoding) if self._mixed else 0
             duration_s = self.cost.prefill_s(
-                [(task.computed - task.start - task.loaded, task.start + task.loaded) for task in self._batch]
+                [
+                    (task.computed - task.start - task.loaded, task.start + task.loaded)
+                    for task in self._batch
+                ],
+                rows,
+                self.decoding.held_tokens + rows if rows else 0,
             )
             self.meters.prefill_steps += 1
             self.meters.prefill_s += duration_s

@@ -202,6 +202,34 @@ FLOOD = EngineCase(
 """Client a has a hot prefix, client b has none, and both want everything."""
 
 
+@pytest.mark.parametrize("idle_first", [True, False])
+def test_where_steps_are_mixed_a_client_that_runs_nothing_goes_first(idle_first):
+    """Of those with credit, whatever prefix the others have; again when its requests have ended, or were taken back."""
+    queue = FairQueue(policy := Dlpm(quantum=10_000))
+    policy.idle_first = idle_first
+    for number, (client, prefix) in enumerate([("a", 0), ("b", 0)] + [("a", 9)] * 3 + [("b", 0)] * 2):
+        queue.arrive(Job(str(number), client, 10, 10, prefix_tokens=prefix))
+    order = []
+
+    def admit() -> Job:
+        queue.begin_pass()
+        job = queue.next()
+        assert job is not None
+        order.append(job.client)
+        queue.admit(job, extend_tokens=10, cached_tokens=0)
+        return job
+
+    for first in ("0", "1"):  # both were charged, so that none is a newcomer
+        queue.admit(queue.find(first), extend_tokens=10, cached_tokens=0)
+        queue.finish(first)
+    admit()
+    second = admit()
+    admit()
+    queue.finish(second.id)
+    admit()
+    assert order == (["a", "b", "a", "b"] if idle_first else ["a", "a", "a", "b"])
+
+
 @pytest.mark.parametrize("quantum", [1, 30, 300])
 def test_a_hot_client_cannot_starve_a_cold_one(quantum):
     fair, greedy = traced(FLOOD, Dlpm(quantum=quantum)), traced(FLOOD, Lpm())

@@ -15,7 +15,7 @@ from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.step_times import FIRST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS
-from sglang_fair.core.steps import ALONE, LEAST_SHARE, LONGEST_STEP_S, RECENT_S, Steps, make_steps
+from sglang_fair.core.steps import ALONE, LEAST_SHARE, LONGEST_STEP_S, MIXED, RECENT_S, Steps, make_steps
 from tests.support.budget import examples
 from tests.support.steps import Clients, Engine, Sender
 
@@ -52,14 +52,21 @@ class AnyOrder(Fcfs):
 
 
 class Metered(Engine):
-    """An engine whose steps are for prompts, of one request, or for those that run, and that meters time itself."""
+    """An engine whose steps are for prompts, of one request, or for those that run, and that meters time itself. Where
+    it `mixes`, a step for prompts is also a decode step for those that run."""
 
     def __init__(
-        self, senders: list[Sender], seed: int = 0, unseen: int = 0, first: str | None = None
+        self,
+        senders: list[Sender],
+        seed: int = 0,
+        unseen: int = 0,
+        first: str | None = None,
+        mixes: bool = False,
     ) -> None:
         """`unseen`: so many steps are over before the rule hears of the first one. The prompts of `first` go first."""
         self.weights = Weights({sender.name: sender.weight for sender in senders if sender.names})
-        self.rule = Steps(STALL_S, self.weights, target_s=0, unseen=unseen)
+        self.rule = Steps(STALL_S, self.weights, target_s=0, unseen=unseen, mixes=mixes)
+        self.mixes = mixes
         super().__init__(
             senders, AnyOrder(seed, first), self.rule, seed=seed, step_s=lambda requests: DECODE_S
         )
@@ -80,23 +87,28 @@ class Metered(Engine):
             self.held_in_a_row_s = self.held_in_a_row_s + DECODE_S if self.waiting else 0.0
             self.held_s += DECODE_S if self.waiting else 0.0
             self.longest_hold_s = max(self.longest_hold_s, self.held_in_a_row_s)
-            self.meter(DECODE_S, running, served=running)
+            self.meter(DECODE_S, running, dict.fromkeys(running, DECODE_S))
             self.decode()
             return
         (job,), self.held_in_a_row_s = batch, 0.0
-        length_s = job.prompt_tokens * TOKEN_S
+        decode_s = DECODE_S if self.mixes and running else 0.0
+        length_s = job.prompt_tokens * TOKEN_S + decode_s
         self.prefills_s += length_s
         self.prefill_steps += 1
-        self.meter(length_s, running, served={job.client})
-        is_over = not self.left[job.id]
-        if is_over:
-            del self.running[job.id]
+        self.meter(length_s, running, {**dict.fromkeys(running, decode_s), job.client: length_s})
+        ended = [] if self.left[job.id] else [job]
+        if decode_s:
+            for one in self.running.values():
+                self.left[one.id] -= one is not job
+            ended += [one for one in self.running.values() if one is not job and not self.left[one.id]]
+        for one in ended:
+            del self.running[one.id]
 
         def report() -> None:
-            self.admission.computed([] if is_over else [job])
-            self.admission.step(length_s, {job.client: job.prompt_tokens})
-            if is_over:
-                self.end(job)
+            self.admission.computed([] if job in ended else [job])
+            self.admission.step(length_s, {job.client: job.prompt_tokens}, decoded=int(decode_s > 0))
+            for one in ended:
+                self.end(one)
 
         self.report(report)
 
@@ -120,7 +132,7 @@ class Metered(Engine):
         if len(self.reports) > self.unseen:
             self.reports.pop(0)()
 
-    def meter(self, length_s: float, running: set[str], served: set[str]) -> None:
+    def meter(self, length_s: float, running: set[str], served: dict[str, float]) -> None:
         self.now_s += length_s
         here = {*running, *served, *(job.client for job in self.waiting.values())}
         total = sum(map(self.weights.of, here))
@@ -130,9 +142,10 @@ class Metered(Engine):
         for client in running:
             share = max(LEAST_SHARE, self.weights.of(client) / total)
             self.largest_share = max(self.largest_share, share)
-            if client not in served:
+            served_s = served.get(client, 0.0)
+            if served_s < length_s:
                 self.growth_s = max(self.growth_s, share * length_s)
-            behind_s = self.behind_s[client] + share * length_s - (length_s if client in served else 0.0)
+            behind_s = self.behind_s[client] + share * length_s - served_s
             self.behind_s[client] = max(0.0, behind_s)
             bound_s = STALL_S * LEAST_SHARE + (1 + self.unseen) * self.growth_s
             self.worst_s = max(self.worst_s, self.behind_s[client] - bound_s)
@@ -160,10 +173,12 @@ def senders(draw: st.DrawFn) -> list[Sender]:
 
 
 @settings(max_examples=examples(100))
-@given(senders(), st.integers(0, 2**20))
-def test_nobody_who_runs_is_behind_by_more_than_the_bound(senders: list[Sender], seed: int) -> None:
+@given(senders(), st.integers(0, 2**20), st.booleans())
+def test_nobody_who_runs_is_behind_by_more_than_the_bound(
+    senders: list[Sender], seed: int, mixes: bool
+) -> None:
     """By the engine's own meter, over every interval in which a client runs."""
-    made = Metered(senders, seed).run(250)
+    made = Metered(senders, seed, mixes=mixes).run(250)
     assert made.worst_s <= SLACK_S
     assert made.rule.largest_lag_s <= made.rule.bound_s + SLACK_S
 
@@ -363,6 +378,35 @@ def test_a_step_that_once_took_too_long_is_forgotten_in_a_few() -> None:
         tokens = steps.chunk_tokens() or 0
         steps.step(gpu.step_s(tokens), {"a": tokens})
     assert gpu.step_s(steps.chunk_tokens() or 0) == pytest.approx(STALL_S, rel=0.1)
+
+
+@settings(max_examples=examples(100))
+@given(st.floats(0.001, 0.02), st.floats(2e-6, 4e-4), st.integers(1, 7), st.integers(2, 40))
+def test_mixed_steps_last_as_long_as_those_who_decode_pay_for(
+    base_s: float, token_s: float, light: int, flood: int
+) -> None:
+    """Beside one client with many requests: a token of the others takes hardly longer than their share of the time
+    needs. Where the flood decodes alone, steps are as long as ever."""
+    gpu, steps = Gpu(base_s, token_s), Clients(STALL_S, mixes=True)
+    for client in ["flood"] * flood + [f"light{number}" for number in range(light)]:
+        steps.come(client)
+        steps.decode(client)
+    steps.come("flood")
+    steps.step(10 * base_s, decoded=10, requests=flood + light)
+    for _ in range(40):
+        tokens = steps.chunk_tokens()
+        assert tokens is not None
+        steps.step(gpu.step_s(tokens), {"flood": tokens}, decoded=1)
+    assert steps.whole_tokens() == int(steps._chunks.tokens), (
+        "beside them no step is longer than the stall time"
+    )
+    most_s = min(STALL_S, MIXED * base_s * min(light + 1, 1 / LEAST_SHARE))
+    took_s = gpu.step_s(steps.chunk_tokens() or 0)
+    assert took_s <= max(most_s, 2 * base_s) * 1.05 or steps.chunk_tokens() == LEAST_CHUNK_TOKENS
+    for number in range(light):
+        steps.end(f"light{number}")
+        steps.come(f"light{number}")
+    assert (steps.chunk_tokens() or 0) == int(steps._chunks.tokens) == steps.whole_tokens() // ALONE
 
 
 # ---- where it applies

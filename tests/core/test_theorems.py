@@ -146,12 +146,16 @@ TARGETS_S = (None, 0, BASE_S + 3 * REQUEST_S)
 @pytest.mark.parametrize("name", sorted(SERVED))
 @THEOREMS
 @given(
-    schedule=schedules(), weights=WEIGHTS, quantum=st.sampled_from([1, 10, 40, 200]), which=st.integers(0, 2)
+    schedule=schedules(),
+    weights=WEIGHTS,
+    quantum=st.sampled_from([1, 10, 40, 200]),
+    which=st.integers(0, 2),
+    mixes=st.booleans(),
 )
-def test_no_schedule_breaks_a_guarantee(name, is_shared, schedule, weights, quantum, which):
+def test_no_schedule_breaks_a_guarantee(name, is_shared, schedule, weights, quantum, which, mixes):
     """Weighted clients, chunks, aborts, hot prefixes: T1 or T2 (both wait), T3 (one waits), T4 (a newcomer)."""
     policy = make_policy(name, quantum=quantum, weights=Weights(weights))
-    shared = Steps(BASE_S, policy.weights, target_s=TARGETS_S[which]) if is_shared else None
+    shared = Steps(BASE_S, policy.weights, target_s=TARGETS_S[which], mixes=mixes) if is_shared else None
     trace = carry_out(schedule, FairQueue(policy), shared=shared)
     bound, (lag, more) = trace.replica.queue.account.bound(), SERVED[name]
     assert bound is not None

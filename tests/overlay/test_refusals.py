@@ -109,8 +109,9 @@ def test_a_request_that_comes_back_from_the_batch_is_not_refused() -> None:
     def request(rid: str) -> Any:
         sampling = SimpleNamespace(custom_params={"fair": {"client": "a"}}, max_new_tokens=3)
         return SimpleNamespace(
-            rid=rid, origin_input_ids=[1, 2], output_ids=[], sampling_params=sampling, to_finish=None
-        )
+            rid=rid, origin_input_ids=[1, 2], output_ids=[], sampling_params=sampling, to_finish=None,
+            seqlen=2, num_matched_prefix_tokens=0,
+        )  # fmt: skip
 
     cache = SimpleNamespace(disable=True)
     fair = ReplicaFairness(Config(policy_options="limit=1"), "rpm", orders=True, tree_cache=cache)

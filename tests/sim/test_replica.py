@@ -22,6 +22,7 @@ from sglang_fair.core.payers import Payers
 from sglang_fair.core.predicted import VtcOracle
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.rpm import Rpm
+from sglang_fair.core.step_times import LEAST_CHUNK_TOKENS
 from sglang_fair.core.steps import Steps
 from sglang_fair.core.vtc import Vtc
 from sglang_fair.sim.answers import answer
@@ -40,8 +41,11 @@ class Seconds:
     request_s: float = 1e-5
     context_token_s: float = 1e-7
 
-    def prefill_s(self, extends: Sequence[tuple[int, int]]) -> float:
-        return self.base_s + self.extend_token_s * sum(extend for extend, _ in extends)
+    def prefill_s(
+        self, extends: Sequence[tuple[int, int]], requests: int = 0, context_tokens: int = 0
+    ) -> float:
+        decode_s = self.request_s * requests + self.context_token_s * context_tokens
+        return self.base_s + self.extend_token_s * sum(extend for extend, _ in extends) + decode_s
 
     def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:
         context = context_tokens * steps + requests * (steps * (steps - 1) // 2)
@@ -133,6 +137,39 @@ def test_an_engine_cuts_one_prompt_at_a_time():
     told += drain(replica)
     replica.check_pool()
     assert [event.id for event in told if isinstance(event, Finished)] == ["short", "first", "second"]
+
+
+@pytest.mark.parametrize(("mixed_chunk", "ends_s"), [(False, 7.0), (True, 6.0)])
+def test_in_a_mixed_step_those_that_run_write_a_token_too(mixed_chunk, ends_s):
+    replica = new(replace(SMALL, mixed_chunk=mixed_chunk), events=False)
+    told = replica.arrive(request("runs", 10, 6), 0.0)
+    told += drain(replica, 1.5)
+    told += replica.arrive(request("comes", 10, 1), 1.5)
+    told += drain(replica)
+    assert {id: event.t_s for id, event in finished(told).items()} == {"runs": ends_s, "comes": 3.0}
+
+
+@pytest.mark.parametrize("prompt", [40, 900, 2500])
+def test_in_a_replica_that_mixes_a_prompt_does_not_wait_for_the_end_of_another_client_s(prompt):
+    """Whether it is shorter than a chunk or longer, it is computed in the step after the one under way, and hardly more
+    with it; the prompt that was cut goes on in that step too."""
+    settings = Settings(kv_tokens=1_000_000, page_tokens=4, mixed_chunk=True)
+    replica = new(settings, Dlpm(), Seconds(0.01, 1e-4, 0.0, 0.0), steps=Steps(0.1, mixes=True))
+    for number in range(8):
+        replica.arrive(request(f"flood{number}", 9_000, 16, "flood"), 0.0)
+    replica.arrive(request("before", 10, 50, "light"), 0.0)
+    told = drain(replica, 2.0)
+    assert "before" in finished(told), "its steps were short"
+    replica.advance(2.0)
+    under_way_s, chunked = replica.next_s - 2.0, replica._chunked
+    assert chunked is not None
+    before = chunked.computed
+    replica.arrive(request("light", prompt, 4, "light"), 2.0)
+    told = drain(replica, 3.0)
+    (first_s,) = (event.t_s for event in told if isinstance(event, Progress) and event.id == "light")
+    longest_s = 0.01 + 1e-4 * (max(LEAST_CHUNK_TOKENS, 1.125 * prompt) + 2 * BLOCK_TOKENS)
+    assert first_s - 2.0 <= under_way_s + longest_s + 0.01
+    assert chunked.computed > before
 
 
 def test_the_next_turn_finds_the_prompt_and_the_answer_in_the_cache():
@@ -238,6 +275,7 @@ CASES = st.fixed_dictionaries(
         "longest": st.sampled_from([3, 60, 200]),
         "prompt": st.sampled_from([40, 240]),
         "stall_s": st.sampled_from([None, 0.001, 0.1]),
+        "mixed_chunk": st.booleans(),
     }
 )
 
@@ -259,7 +297,11 @@ def play(
         ratio_decay_steps=3,
     )
     queue = FairQueue(policy, cost or Linear(), payers=payers)
-    steps = Steps(stall_s) if (stall_s := case.get("stall_s")) and policy.shares_steps else None
+    steps = (
+        Steps(stall_s, mixes=settings.mixed_chunk)
+        if (stall_s := case.get("stall_s")) and policy.shares_steps
+        else None
+    )
     replica = Replica(queue, Seconds(), settings, steps=steps)
     told: list[Event] = []
     now_s = 0.0

@@ -266,7 +266,7 @@ class EngineModel:
         return request_id in self._requests
 
     def _form_batch(self) -> list[Running]:
-        most = self.admission.chunk_tokens()
+        most = self.admission.chunk_tokens(None if self._chunked is None else self._chunked.job)
         left = min(each for each in (self.step_tokens, most, 1 << 60) if each is not None)
         self.candidate, self.passed_over = None, []
         batch: list[Running] = []

@@ -63,6 +63,7 @@ class TraceLoad:
     steps: int = 600
     stall_ms: float = 0.0
     target_tpot_ms: float = 0.0
+    mixed_chunk: bool = False
 
 
 def _writers(seed: str, until_step: int) -> tuple[Arrival, ...]:
@@ -92,6 +93,10 @@ def _loads() -> Iterator[tuple[str, TraceLoad]]:
         "steps vtc",
         TraceLoad(crowd("steps vtc"), policy="vtc", chunked_prefill_tokens=256, stall_ms=STALL_MS),
     )
+    yield "mixed", TraceLoad(crowd("mixed"), kv_tokens=6000, chunked_prefill_tokens=256, mixed_chunk=True)
+    yield "mixed steps", TraceLoad(crowd("mixed steps"), **fair, mixed_chunk=True)
+    writes |= {"kv_tokens": 2400, "chunked_prefill_tokens": 256, "ratio": 0.7, "stall_ms": 0.0}
+    yield "mixed retracted", TraceLoad(_writers("mixed retracted", 200), **writes, mixed_chunk=True)
     # No step takes less, so all above their share are held back.
     yield "target", TraceLoad(crowd("target"), stall_ms=STALL_MS, target_tpot_ms=STALL_MS / 4)
 
@@ -136,6 +141,7 @@ class Traced:
             max_running=MOST_RUNNING,
             chunked_prefill_tokens=load.chunked_prefill_tokens,
             max_prefill_tokens=600_000,
+            mixed_chunk=load.mixed_chunk,
             ignore_eos=load.ignore_eos,
             new_token_ratio=load.ratio,
             least_new_token_ratio=0.0,
@@ -143,7 +149,7 @@ class Traced:
         )
         queue = FairQueue(make_policy(load.policy, quantum=QUANTUM))
         trace = calls(queue)
-        steps = make_steps(queue.policy, load.stall_ms, load.target_tpot_ms)
+        steps = make_steps(queue.policy, load.stall_ms, load.target_tpot_ms, mixes=load.mixed_chunk)
         replica = Replica(queue, _Second(), settings, steps=steps)
         answer, pool.answer = pool.answer, lambda prompt, tokens: bytes(4 * tokens)
         try:
@@ -171,6 +177,7 @@ class Traced:
         load, scheduler, now_s = self.load, engine._scheduler, 0.0
         os.environ["SGLANG_FAIR_STALL_MS"] = str(load.stall_ms)
         os.environ["SGLANG_FAIR_TARGET_TPOT_MS"] = str(load.target_tpot_ms)
+        scheduler.is_mixed_chunk = load.mixed_chunk
         engine.use(load.policy, overlay=True)
         scheduler.clock = Clock(is_shared=False, read=lambda: now_s)
         engine.limit_pool(load.kv_tokens)
@@ -224,7 +231,7 @@ def calls(queue: FairQueue) -> list[Call]:
 class _Second:
     """Every step takes one."""
 
-    def prefill_s(self, extends: Any) -> float:
+    def prefill_s(self, extends: Any, requests: int = 0, context_tokens: int = 0) -> float:
         return 1.0
 
     def decode_s(self, requests: int, context_tokens: int, steps: int = 1) -> float:

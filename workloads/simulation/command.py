@@ -54,7 +54,7 @@ EPILOG = "Where several values are given, each combination is run on the same pr
 
 OF_SITE = (
     "cost", "payer", "stall_ms", "target_tpot_ms", "client_weights",
-    "kv_tokens", "max_running", "chunked_prefill_tokens", "hop_s",
+    "kv_tokens", "max_running", "chunked_prefill_tokens", "mixed_chunk", "hop_s",
 )  # fmt: skip
 """Options that are a site's fields."""
 
@@ -84,6 +84,14 @@ class SimulateOptions(Case):
     chunked_prefill_tokens: Annotated[
         int | None, ClusterOption("--chunked-prefill", metavar="N", help="Prompt tokens in one step.")
     ] = None
+    mixed_chunk: Annotated[
+        bool,
+        ClusterOption(
+            "--mixed-chunk",
+            help="Steps for prompts have a token for each running request, as with SGLang's "
+            "--enable-mixed-chunk.",
+        ),
+    ] = False
     replicas: Annotated[str, ClusterOption(metavar="N,...", help="One number, or several to compare.")] = "2"
     quantum: Annotated[
         str,

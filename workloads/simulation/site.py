@@ -71,6 +71,8 @@ class Site:
     page_tokens: int = 16
     max_running: int | None = None
     chunked_prefill_tokens: int | None = None
+    mixed_chunk: bool = False
+    """Batches of prompts have a token for each running request (--enable-mixed-chunk)."""
     cache_share: bool = False
     """Replicas evict fairly among clients, where the policy has shares (--cache-share). False:
     by plain LRU, as in the papers."""
@@ -163,7 +165,7 @@ class Site:
             queue,
             self.cost_of(place, first),
             self.settings(place, first),
-            steps=make_steps(queue.policy, self.stall_ms, self.target_tpot_ms),
+            steps=make_steps(queue.policy, self.stall_ms, self.target_tpot_ms, mixes=self.mixed_chunk),
             events=events,
             place=place,
             places=self.replicas,
@@ -187,6 +189,7 @@ class Site:
             page_tokens=self.page_tokens,
             ignore_eos=self.ignore_eos,
             cache_share=self.cache_share,
+            mixed_chunk=self.mixed_chunk,
             progress_steps=_LONGEST_RUN,
             **{name: value for name, value in given.items() if value is not None},
         )
