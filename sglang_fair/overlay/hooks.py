@@ -111,10 +111,11 @@ class FairPrefillAdder(PrefillAdder):
         cut_tokens: int,
         cut: Any = None,
         mixes: bool = False,
+        looks: int = 0,
         **kwargs: Any,
     ) -> None:
         """`cut_tokens`: a prompt is cut at multiples of it; `cut`: one that was. `mixes`: those that run get a token in
-        the same step."""
+        the same step. `looks`: how often SGLang iterates over its queue before it tries the first request."""
         super().__init__(*args, **kwargs)
         self.fair = fair
         self._cut_tokens = cut_tokens
@@ -129,7 +130,7 @@ class FairPrefillAdder(PrefillAdder):
                 budget.rem_chunk_tokens = min(budget.rem_chunk_tokens, most)
         if mixes and fair.orders and not self.running_batch.is_empty():
             self.memory_budget.total_offset += self.running_batch.new_tokens_required_next_decode()
-        fair.arm()
+        fair.arm(looks)
 
     def add_one_req(self, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> AddReqResult:
         if not self.fair.may_admit(req):
@@ -309,6 +310,7 @@ def get_prefill_adder_class(result: type[PrefillAdder], scheduler: Any) -> Any:
         cut_tokens=cut_tokens,
         cut=scheduler.chunked_req,
         mixes=scheduler.is_mixed_chunk,
+        looks=1 if scheduler.enable_lora and scheduler.lora_drainer else 0,
     )
 
 
@@ -332,7 +334,6 @@ def form_prefill_batch(
             scheduler.fair.computed(input_tokens(batch))
         return batch, running_batch
     finally:
-        scheduler.fair.disarm()
         scheduler.is_mixed_chunk = mixes
         if scheduler.waiting_queue is queue:
             scheduler.waiting_queue = queue.waiting

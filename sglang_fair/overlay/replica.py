@@ -29,6 +29,8 @@ class ReplicaFairness(Books):
 
     _armed = False
     """The next iteration over the waiting queue is SGLang's admission loop."""
+    _looks = 0
+    """So many iterations come before it."""
     _passes = False
     """SGLang forms a batch."""
     _offered = False
@@ -81,12 +83,16 @@ class ReplicaFairness(Books):
         most = self._admission.chunk_of(job, tokens, self._block(request, request.prefix_len))
         return most if most < tokens else None
 
-    def arm(self) -> None:
-        """The next iteration over the waiting queue is SGLang's admission loop."""
-        self._armed = self.orders
+    def arm(self, looks: int) -> None:
+        """The next iteration over the waiting queue, behind so many `looks` at it, is SGLang's admission loop."""
+        self._armed, self._looks = self.orders, looks
         self.chosen.clear()
 
     def disarm(self) -> bool:
+        """The queue is iterated over. Whether it is by the admission loop."""
+        if self._looks:
+            self._looks -= 1
+            return False
         armed, self._armed = self._armed, False
         self._tried = self._tried or armed
         return armed
@@ -103,7 +109,7 @@ class ReplicaFairness(Books):
     def put_back(self, queue: list[Any]) -> list[Any]:
         """The pass is over, and SGLang's queue is `queue`. Returns what is to be."""
         self.chosen.clear()
-        self._tried = False
+        self._armed = self._tried = False
         apart, self._apart = self._apart, None
         if apart is None:
             return queue

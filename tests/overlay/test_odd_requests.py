@@ -100,6 +100,13 @@ def test_a_chunk_is_at_most_what_is_free_and_without_that_its_prompt_is_parked(b
     assert found["ends"] == [128, 224, 224, 224, 224]
 
 
+def test_the_policy_orders_a_queue_that_sglang_looks_at_before_it_admits(books: dict[str, Any]) -> None:
+    """Regression: with --lora-drain-wait-threshold no request was admitted."""
+    found = books["a_queue_that_a_drainer_of_adapters_looks_at"]
+    assert given(found) == {"a": (80, 0, 2 * OUTPUT_TOKENS), "b": (40, 0, OUTPUT_TOKENS)}
+    assert found["order"] == ["b", "a"], "a new client goes first"
+
+
 def test_no_short_prompt_takes_the_memory_of_the_rest_of_a_cut_one(books: dict[str, Any]) -> None:
     found = books["a_short_prompt_behind_a_cut_one"]
     assert given(found) == {"a": (400, 0, OUTPUT_TOKENS), "b": (20, 0, OUTPUT_TOKENS)}

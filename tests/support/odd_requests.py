@@ -147,6 +147,32 @@ class Odd:
         self.scheduler.truncation_align_size, self.scheduler.chunked_prefill_size = align, chunk
         return {**self.finish(), "cuts": cuts}
 
+    def a_queue_that_a_drainer_of_adapters_looks_at(self) -> dict[str, Any]:
+        """SGLang's own, before each admission loop. `order` has the clients of those admitted, one a step."""
+        from sglang.srt.lora.lora_drainer import LoRADrainer
+
+        scheduler, order = self.scheduler, list[str]()
+        self.engine.use("dlpm", overlay=True)
+        scheduler.enable_lora, scheduler.lora_drainer = True, LoRADrainer(8, 1.0)
+        scheduler.can_schedule_lora_req = lambda request, running: scheduler.lora_drainer.can_schedule(
+            request
+        )
+        self.engine.arrive([self.request("first", "a")])
+        self.engine.step()
+        queue = scheduler.fair.queue
+        admit = queue.admit
+
+        def admitted(job: Any, **more: Any) -> None:
+            order.append(job.client)
+            admit(job, **more)
+
+        queue.admit = admitted
+        self.engine.arrive([self.request("second", "a", first=60), self.request("third", "b", first=120)])
+        books = self.finish()
+        scheduler.enable_lora, scheduler.lora_drainer = False, None
+        del scheduler.can_schedule_lora_req
+        return {**books, "order": order}
+
     def a_cut_prompt_without_room(self) -> dict[str, Any]:
         """Something else takes all that is free between two of its chunks, and gives it back."""
         self.engine.use("dlpm", overlay=True)
@@ -292,6 +318,7 @@ SCENARIOS: tuple[Callable[[Odd], dict[str, Any]], ...] = (
     Odd.a_policy_that_fails,
     Odd.books_that_begin_anew_before_a_retraction,
     Odd.a_cut_prompt_beside_short_ones,
+    Odd.a_queue_that_a_drainer_of_adapters_looks_at,
     Odd.a_cut_prompt_without_room,
     Odd.a_short_prompt_behind_a_cut_one,
     Odd.decodes_in_the_steps_of_a_cut_prompt,
