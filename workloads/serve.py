@@ -7,6 +7,7 @@ Answers have their full length (`ignore_eos`, unless --stop-at-eos is given) and
 
 import asyncio
 import math
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,14 @@ class ServeOptions(LoadOptions):
     warm_up: Annotated[float, RunOption(metavar="S", help="Before those.")] = 10.0
     drain: Annotated[float, RunOption(metavar="S", help="Longest wait for the last answers.")] = 30.0
     timeout: Annotated[float, RunOption(metavar="S", help="Of one request.")] = 600.0
+    seed: Annotated[
+        str,
+        RunOption(
+            help="Of the programs and their arrivals. [default: drawn, so that a cache holds no prompt of an "
+            "earlier run]",
+            show_default=False,
+        ),
+    ] = ""
     connections: Annotated[int, RunOption(metavar="N", help="Of each client.")] = 1024
     cost: Annotated[str, RunOption(help="Units of service: linear, profiled, quadratic:d=1000, ...")] = (
         "linear"
@@ -94,6 +103,7 @@ class ServeOptions(LoadOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "seed", self.seed or secrets.token_hex(4))
         if not (0 <= self.warm_up < math.inf and 0 < self.duration < math.inf and self.drain >= 0):
             raise ValueError("--warm-up and --drain must not be negative, --duration must be positive")
 

@@ -14,9 +14,9 @@ from workloads import wire
 from workloads.endpoints import EndpointError, find_model, identity, read_keys
 from workloads.fairness_report import failures, fairness_report
 from workloads.load import ClientSpec, LoadOptions, load_trace, read_trace
-from workloads.programs import TextCodec
+from workloads.programs import Execution, TextCodec
 from workloads.records import End, Manifest, ProgramRecord, RequestRecord, Run, read
-from workloads.serve import main
+from workloads.serve import ServeOptions, main
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-SHORT = "--duration 0.15 --warm-up 0.05 --drain 60 --input 16 --output 4 --cv 0"
+SHORT = "--seed 0 --duration 0.15 --warm-up 0.05 --drain 60 --input 16 --output 4 --cv 0"
 
 
 def bench(
@@ -67,6 +67,17 @@ def test_an_open_loop_load_reports_each_client_without_the_warm_up(tokenizer, tm
     assert run.end is not None
     for text in ("fair share", "whether or not it could be sent", "Jain"):
         assert text in said
+
+
+def test_a_second_run_sends_other_prompts_unless_it_is_given_the_seed_of_the_first():
+    first, second = (ServeOptions(url="http://host", rate=1) for _ in range(2))
+    again = ServeOptions(url="http://host", rate=1, seed=first.seed)
+
+    def prompts(options: ServeOptions) -> list[object]:
+        (client, *_) = options.load(TextCodec(), 1.0).clients
+        return [call.prompt for index in range(3) for _, call in Execution(client.program(index)).start()]
+
+    assert prompts(first) == prompts(again) != prompts(second)
 
 
 @pytest.mark.parametrize("api", list(wire.PATHS))
