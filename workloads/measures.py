@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import mean, median
+from statistics import mean, median, pstdev
 from typing import TypeAlias
 
 import numpy as np
@@ -38,7 +38,7 @@ from sglang_fair.core.cost import Linear
 from sglang_fair.core.fairness import Curve, Interval, jain, service_difference, service_lag
 from workloads.programs import Outcome
 from workloads.records import Run, Sample
-from workloads.table import Percentile, Requests, latencies
+from workloads.table import Latencies, Percentile, Requests, latencies
 
 TOKENS = Linear(1.0, 1.0)
 """Every token is a unit."""
@@ -57,6 +57,7 @@ class ClientSummary:
     hit_rate: float | None
     p50: Percentile | None
     p99: Percentile | None
+    program_mean: Percentile | None
     ttft_p50: Percentile | None
     ttft_p99: Percentile | None
 
@@ -81,6 +82,9 @@ class Summary:
     p50_at_least: bool
     """The P50 above is a lower bound: the run's end cut off programs that could have raised it."""
     p99_at_least: bool
+    program_mean_s: float | None
+    program_mean_at_least: bool
+    program_spread: float | None
     ttft_p50_s: float | None
     ttft_p99_s: float | None
     hit_rate: float | None
@@ -108,6 +112,8 @@ def summarize(run: Run) -> Summary:
     clients = {name: _client(table, name, client_side, actual, window) for name in table.clients}
     good = [client for client in clients.values() if client.well_behaved]
     p50, p99 = _average([client.p50 for client in good]), _average([client.p99 for client in good])
+    means = [client.program_mean for client in good if client.program_mean is not None]
+    program = _average(means)
     ttft50 = _average([client.ttft_p50 for client in good])
     ttft99 = _average([client.ttft_p99 for client in good])
     ok, failed = int(table.ok.sum()), int(table.failed.sum())
@@ -126,6 +132,9 @@ def summarize(run: Run) -> Summary:
         well_behaved_p99_s=None if p99 is None else p99.value_s,
         p50_at_least=p50 is not None and p50.at_least,
         p99_at_least=p99 is not None and p99.at_least,
+        program_mean_s=None if program is None else program.value_s,
+        program_mean_at_least=program is not None and program.at_least,
+        program_spread=_spread([one.value_s for one in means]),
         ttft_p50_s=None if ttft50 is None else ttft50.value_s,
         ttft_p99_s=None if ttft99 is None else ttft99.value_s,
         hit_rate=table.hit_rate(table.first <= window[1]),
@@ -192,9 +201,22 @@ def _client(
         hit_rate=table.hit_rate(mine & (table.first <= window[1])),
         p50=Percentile.of(waited, 50),
         p99=Percentile.of(waited, 99),
+        program_mean=_mean(waited),
         ttft_p50=Percentile.of(ttfts, 50),
         ttft_p99=Percentile.of(ttfts, 99),
     )
+
+
+def _mean(waited: Latencies) -> Percentile | None:
+    """A lower bound if any is."""
+    if not waited:
+        return None
+    return Percentile(mean(value_s for value_s, _ in waited), any(cut for _, cut in waited))
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    """Standard deviation over the mean; None of fewer than two."""
+    return pstdev(values) / mean(values) if len(values) > 1 and mean(values) else None
 
 
 def _average(percentiles: Sequence[Percentile | None]) -> Percentile | None:
@@ -298,7 +320,10 @@ METRICS: Mapping[str, Callable[[Sequence[float]], float]] = {
 }
 """The comparison's measures, each with the function that picks the better value."""
 
-EXTRA = ("actual_rate", "jain_actual", "ttft_p50_s", "ttft_p99_s", "service_lag", "backlog_s", "active_s")
+EXTRA = (
+    "actual_rate", "jain_actual", "program_mean_s", "program_spread", "ttft_p50_s", "ttft_p99_s", "service_lag",
+    "backlog_s", "active_s",
+)  # fmt: skip
 LINE = ("scheduler", "workload", *METRICS, "bound")
 """What the commands' line of JSON has of each row."""
 
@@ -320,6 +345,7 @@ def rows(summaries: Sequence[Summary]) -> list[ComparisonRow]:
             **{measure: _median(group, measure) for measure in (*METRICS, "bound", *EXTRA)},
             "p50_at_least": float(any(one.p50_at_least for one in group)),
             "p99_at_least": float(any(one.p99_at_least for one in group)),
+            "program_mean_at_least": float(any(one.program_mean_at_least for one in group)),
             "failed": float(sum(one.failed for one in group)),
         }
         for (scheduler, workload), group in groups.items()

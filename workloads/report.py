@@ -55,6 +55,8 @@ COLUMNS = {
     "Jain actual": "jain_actual",
     "P50 s": "well_behaved_p50_s",
     "P99 s": "well_behaved_p99_s",
+    "program s": "program_mean_s",
+    "spread": "program_spread",
     "hit rate": "hit_rate",
     "difference": "service_difference",
     "bound": "bound",
@@ -71,6 +73,8 @@ def comparison_table(table: Sequence[ComparisonRow]) -> Table:
             view.add_section()
         last = row["workload"]
         open_ended = {f"P{p} s" for p in (50, 99) if row[f"p{p}_at_least"]}
+        if row["program_mean_at_least"]:
+            open_ended.add("program s")
         cells = (
             ("≥ " if head in open_ended else "") + number(row[measure]) for head, measure in COLUMNS.items()
         )
@@ -89,7 +93,7 @@ def ratio_table(table: Sequence[ComparisonRow], scheduler: str) -> Table:
 
 
 def client_table(summary: Summary) -> Table:
-    heads = "client|programs|finished|service/s|actual/s|hit rate|P50 s|P99 s|TTFT P50 s|TTFT P99 s"
+    heads = "client|programs|finished|service/s|actual/s|hit rate|P50 s|P99 s|program s|TTFT P50 s|TTFT P99 s"
     view = table_of(f"{summary.scheduler} on {summary.workload}", heads)
     for name, client in summary.clients.items():
         view.add_row(
@@ -99,7 +103,10 @@ def client_table(summary: Summary) -> Table:
             number(client.service_rate),
             number(client.actual_rate),
             number(client.hit_rate),
-            *(shown(p) for p in (client.p50, client.p99, client.ttft_p50, client.ttft_p99)),
+            *(
+                shown(p)
+                for p in (client.p50, client.p99, client.program_mean, client.ttft_p50, client.ttft_p99)
+            ),
         )
     return view
 

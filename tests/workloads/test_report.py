@@ -107,6 +107,18 @@ def test_a_program_that_was_cut_off_counts_as_a_lower_bound():
     assert [summarize(run_of(*rows)).p50_at_least, summarize(run_of(*rows)).p99_at_least] == [False, True]
 
 
+def test_program_time_is_a_mean_of_clients_and_spread_how_unlike_they_are():
+    clients = {"a": {"well_behaved": True}, "b": {"well_behaved": True}, "bad": {"well_behaved": False}}
+    rows = [program("a", 0.0, 1.0), program("a", 0.0, 3.0), program("b", 0.0, 6.0), program("bad", 0.0, 11.0)]
+    even = summarize(run_of(*rows, clients=clients))
+    assert (even.program_mean_s, even.program_mean_at_least) == (pytest.approx((2 + 6) / 2), False)
+    assert even.program_spread == pytest.approx(2 / 4)
+    cut = summarize(run_of(*rows, program("b", 2.0, None, "cancelled"), clients=clients))
+    assert cut.clients["b"].program_mean == Percentile((6 + 10) / 2, at_least=True)
+    assert cut.program_mean_at_least
+    assert summarize(run_of(*TWO)).program_spread is None, "of one client"
+
+
 def test_a_failed_program_has_no_latency():
     summary = summarize(run_of(program("good", 0.0, 0.1, "failed")))
     assert summary.well_behaved_p50_s is None

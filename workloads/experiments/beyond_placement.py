@@ -109,6 +109,7 @@ class Contest(Simulated):
             "p50": f"P50 {late}",
             "p99": f"P99 {late}",
             "difference": DIFFERENCE,
+            **(dlpm.PROGRAM_TIMES if all(one.values("program_mean_s") for one in at.values()) else {}),
         }.items():
             lines = [grid.row(point.setting, point, CONTENDERS, field) for point in grid.points]
             yield Table(what, head, lines)

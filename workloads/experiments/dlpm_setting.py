@@ -194,6 +194,8 @@ def observe(run: Run) -> dict[str, Json]:
         "ttft_p99_s",
         "hit_rate",
         "backlog_s",
+        "program_mean_s",
+        "program_spread",
     )
     kept = ("programs", "finished", "service_rate", "actual_rate", "hit_rate")
     return {
@@ -203,6 +205,7 @@ def observe(run: Run) -> dict[str, Json]:
         "p99_s": found.well_behaved_p99_s,
         "p50_cut": found.p50_at_least,
         "p99_cut": found.p99_at_least,
+        "program_mean_cut": found.program_mean_at_least,
         "ttft_p50_cut": any(one.ttft_p50 is not None and one.ttft_p50.at_least for one in good),
         "ttft_p99_cut": any(one.ttft_p99 is not None and one.ttft_p99.at_least for one in good),
         "difference": found.service_difference,
@@ -220,6 +223,12 @@ def imbalance(run: Run) -> float | None:
     total = sum(computed.values())
     return max(computed.values()) * len(computed) / total if total else None
 
+
+PROGRAM_TIMES = {
+    "program_mean_s": "Program time of the well-behaved clients, s: the mean (> where the run ended before)",
+    "program_spread": "Spread of the well-behaved clients' program times: standard deviation over the mean",
+}
+"""SAGA's measure (arXiv 2605.00528)."""
 
 DIFFERENCE = "Largest difference of actual service between clients while both are backlogged, units"
 
