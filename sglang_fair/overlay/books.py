@@ -188,7 +188,9 @@ class Books:
         None for a request that SGLang has found invalid, for SGLang ends it itself, and for one that
         was taken back from the batch, which is not new.
         """
-        if not self.orders or request.to_finish or self.job(request) is not None:
+        if not self.orders or not self.queue.policy.may_refuse:
+            return None
+        if request.to_finish or self.job(request) is not None:
             return None
         self._draft = job_of(request, self._apps)
         self._draft.request = request
