@@ -11,7 +11,7 @@ Time is in whole nanoseconds: the causes of a wait sum to it exactly.
 """
 
 from collections.abc import Iterable, Mapping
-from operator import add, sub
+from operator import sub
 
 STEP, RUNNING, PROMPTS, BATCH, MEMORY = "step", "running", "prompts", "batch", "memory"
 DEFICIT, RATE, TARGET = "deficit", "rate", "target"
@@ -43,33 +43,43 @@ FIRST = ""
 
 
 class Clock:
-    """Time by cause, which passes as that of what it follows: a cause, by its place in `CAUSES`, or another clock."""
+    """Time by cause, which passes as that of what it follows: a cause, by its place in `CAUSES`, or another clock. Its
+    first reading is 0."""
 
-    __slots__ = ("_offset", "client", "home", "source")
+    __slots__ = ("_at_ns", "_behind", "_reading", "client", "home", "source", "waiting")
 
-    def __init__(self, client: str = "") -> None:
+    def __init__(self, client: str, source: "Clock | int", now_ns: int) -> None:
         self.client = client
-        self.source: Clock | int | None = None
+        self.source: Clock | int | None = source
         """None: it stands still."""
-        self.home: Clock | None = None
+        self.home: Clock | int | None = source
         """What it follows while it has no state of its own."""
-        self._offset = _ZERO
+        self.waiting = 0
+        """Requests whose clock's home it is."""
+        self._behind = _reading(source, now_ns)
+        """By so much its source is ahead."""
+        self._at_ns, self._reading = now_ns, _ZERO
+        """When it was last read."""
 
     def read(self, now_ns: int) -> Reading:
-        source = self.source
-        if source is None:
-            return self._offset
-        if isinstance(source, Clock):
-            return tuple(map(add, self._offset, source.read(now_ns)))
-        spent = list(self._offset)
-        spent[source] += now_ns
-        return tuple(spent)
+        if now_ns != self._at_ns and self.source is not None:
+            self._at_ns = now_ns
+            self._reading = tuple(map(sub, _reading(self.source, now_ns), self._behind))
+        return self._reading
 
     def follow(self, source: "Clock | int | None", now_ns: int) -> None:
-        if source is not self.source:
-            spent = self.read(now_ns)
-            self.source, self._offset = source, _ZERO
-            self._offset = tuple(map(sub, spent, self.read(now_ns)))
+        if source is self.source:
+            return
+        spent = self.read(now_ns)
+        self.source = source
+        if source is not None:
+            self._at_ns, self._behind = now_ns, tuple(map(sub, _reading(source, now_ns), spent))
+
+
+def _reading(source: Clock | int, now_ns: int) -> Reading:
+    return (
+        source.read(now_ns) if isinstance(source, Clock) else (*_ZERO[:source], now_ns, *_ZERO[source + 1 :])
+    )
 
 
 class Waits:
@@ -79,12 +89,9 @@ class Waits:
         self.now_ns = 0
         self.waiting = 0
         """Requests that wait."""
-        self._eligible, self._others = Clock(), Clock()
+        self._eligible, self._others = Clock("", _PLACES[STEP], 0), Clock("", _PLACES[STEP], 0)
         """Of clients that are, and of those that are not."""
-        self._turn(STEP, STEP)
         self._clients: dict[str, Clock] = {}
-        self._waiting: dict[str, int] = {}
-        """Requests of each of them."""
         self._passes = 0
         self._apart: dict[Clock, int] = {}
         """Those of requests and clients that were passed over for states of their own, and the latest such pass."""
@@ -94,27 +101,21 @@ class Waits:
     def begin(self, name: str) -> Clock:
         """A request waits, of a client of this `name`, or `FIRST`."""
         if (client := self._clients.get(name)) is None:
-            client = self._clients[name] = Clock(name)
-            client.home = self._eligible
-            client.follow(client.home, self.now_ns)
-        self._waiting[name] = self._waiting.get(name, 0) + 1
+            client = self._clients[name] = Clock(name, self._eligible, self.now_ns)
+        client.waiting += 1
         self.waiting += 1
-        wait = Clock(name)
-        wait.home = client
-        wait.follow(client, self.now_ns)
-        return wait
+        return Clock(name, client, self.now_ns)
 
     def end(self, wait: Clock) -> None:
         """It is over."""
+        client, wait.home = wait.home, None
+        assert isinstance(client, Clock)
         wait.follow(None, self.now_ns)
-        wait.home = None
         self._apart.pop(wait, None)
         self.waiting -= 1
-        name = wait.client
-        self._waiting[name] -= 1
-        if not self._waiting[name]:
-            del self._waiting[name]
-            self._apart.pop(self._clients.pop(name), None)
+        client.waiting -= 1
+        if not client.waiting:
+            self._apart.pop(self._clients.pop(client.client), None)
 
     def spent_ns(self, wait: Clock) -> dict[str, int]:
         """By cause, until its end or until now; without causes that there were none of. The sum is the wait."""

@@ -192,8 +192,7 @@ class Books:
             return None
         if request.to_finish or self.job(request) is not None:
             return None
-        self._draft = job_of(request, self._apps)
-        self._draft.request = request
+        self._draft = job_of(request, self._apps, self.now_s)
         reason = self._admission.refuses(self._draft)
         self._refused += reason is not None
         return reason
@@ -258,21 +257,15 @@ class Books:
         return job
 
     def _make_job(self, request: Any) -> Job:
-        draft, self._draft = self._draft, None
-        job = draft if draft is not None and draft.request is request else job_of(request, self._apps)
+        job, self._draft = self._draft, None
+        if job is None or job.request is not request:
+            job = job_of(request, self._apps, self.now_s)
         number = 1
         while self.queue.find(job.id) is not None:
             number += 1
             job.id = f"{request.rid} ({number})"
-        job.arrived_s, job.request = self.now_s, request
-        job.given_tokens = len(request.output_ids)  # if the books are younger than it is
-        carried = carried_by(request)
-        if (slack_s := carried.get("slack_s")) is not None:
-            job.deadline_s = job.arrived_s + slack_s
-        if salt := carried.get("salt"):  # SGLang's requests for embeddings carry none themselves
-            request.cache_salt = salt
         if not job.call:
-            job.call = self._interactions.accept(_interaction(job))
+            job.call = self._interactions.accept(_interaction(job)) if job.interaction else 1
         setattr(request, JOB_ATTRIBUTE, job)
         return job
 

@@ -143,30 +143,30 @@ def _body(request: Any) -> Mapping[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def job_of(request: Any, apps: Apps) -> Job:
+AS_CARRIED = frozenset({
+    "system", "expected_output_tokens", "unblocks", "weight", "weight_version", "attempt", "interaction", "stage",
+    "call", "slo_class", "tier",
+})  # fmt: skip
+"""Fields of a job that are taken over."""
+
+
+def job_of(request: Any, apps: Apps, now_s: float) -> Job:
     """A new request as a job, with what the HTTP side noted about its sender. `apps` says which applications it may
     name. `call` is 0 if no gateway has numbered it."""
     carried = carried_by(request)
-    client = carried.get("client", ANONYMOUS)
-    return Job(
-        id=request.rid,
-        client=client,
-        prompt_tokens=len(request.origin_input_ids),
-        max_output_tokens=request.sampling_params.max_new_tokens or 0,
-        system=carried.get("system") is True,
-        expected_output_tokens=carried.get("expected_output_tokens"),
-        unblocks=carried.get("unblocks", 0),
-        weight=carried.get("weight"),
-        weight_version=carried.get("weight_version", 0),
-        attempt=carried.get("attempt", ""),
-        app=apps.of(client, carried.get("app", "")),
-        interaction=carried.get("interaction", ""),
-        stage=carried.get("stage", ""),
-        call=carried.get("call", 0),
-        system_tokens=min(carried.get("system_tokens", 0), len(request.origin_input_ids)),
-        slo_class=carried.get("slo_class", ""),
-        tier=carried.get("tier", 0),
-    )
+    client, prompt_tokens = carried.get("client", ANONYMOUS), len(request.origin_input_ids)
+    job = Job(request.rid, client, prompt_tokens, request.sampling_params.max_new_tokens or 0)
+    job.request, job.arrived_s, job.call = request, now_s, 0
+    job.given_tokens = len(request.output_ids)  # if the books are younger than it is
+    for name in carried.keys() & AS_CARRIED:
+        setattr(job, name, carried[name])
+    job.app = apps.of(client, carried.get("app", ""))
+    job.system_tokens = min(carried.get("system_tokens", 0), prompt_tokens)
+    if (slack_s := carried.get("slack_s")) is not None:
+        job.deadline_s = now_s + slack_s
+    if salt := carried.get("salt"):  # SGLang's requests for embeddings carry none themselves
+        request.cache_salt = salt
+    return job
 
 
 def carried_by(request: Any) -> dict[str, Any]:

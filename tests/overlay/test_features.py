@@ -113,6 +113,7 @@ class TestAnnouncements:
         carry_client(obj, SimpleNamespace(headers=headers, scope={}))
         assert obj.sampling_params["custom_params"]["mine"] == 1
         sampling = SimpleNamespace(**obj.sampling_params, max_new_tokens=9)
-        job = job_of(SimpleNamespace(rid="1", origin_input_ids=[1, 2], sampling_params=sampling), Apps())
+        request = SimpleNamespace(rid="1", origin_input_ids=[1, 2], output_ids=[], sampling_params=sampling)
+        job = job_of(request, Apps(), 0.0)
         assert (job.client, job.call, job.system_tokens) == ("me", call, system_tokens)
         assert (job.expected_output_tokens, job.unblocks) == (250, 3)
