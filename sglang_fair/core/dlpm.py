@@ -30,6 +30,7 @@ from sglang_fair.core.fcfs import longest_prefix
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.newcomers import Newcomers, Standing
+from sglang_fair.core.parked import Parked
 from sglang_fair.core.policy import DEFAULT_QUANTUM, checked_quantum
 from sglang_fair.core.predictor import Predictor
 from sglang_fair.core.waits import DEFICIT
@@ -84,7 +85,7 @@ class Dlpm(ByClient):
     _round: int = field(default=0, init=False, repr=False)
     _deficits: dict[str, Deficit] = field(default_factory=dict, init=False, repr=False)
     _ready: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
-    _parked: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
+    _parked: Parked = field(default_factory=Parked, init=False, repr=False)
     _heads: dict[str, Job] = field(default_factory=dict, init=False, repr=False)
     """Of clients that wait: the first job that is not held."""
     _debtors: LazyHeap[str] = field(default_factory=LazyHeap, init=False, repr=False)
@@ -130,15 +131,13 @@ class Dlpm(ByClient):
 
     def pick(self) -> Job | None:
         while (client := self._ready.first()) is None:
-            held = self._passed_over()
-            if not self._parked or any(self._eligible_from(client) <= self._round for client in held):
+            held = [self._eligible_from(client) for client in self._passed_over()]
+            due = self._parked.first_round()
+            if due is None or any(eligible_from <= self._round for eligible_from in held):
                 return None  # none waits, or only clients that are positive and held: no refill is due
-            poorest = self._parked.first()
-            assert poorest is not None
-            self._round = min(self._eligible_from(client) for client in (poorest, *held))
+            self._round = min(due, *held) if held else due
             self.refills += 1
-            while (client := self._parked.first()) is not None and self._eligible_from(client) <= self._round:
-                self._seat(client)
+            self._refill()
             self._forget()
         return self._heads[client]
 
@@ -248,6 +247,17 @@ class Dlpm(ByClient):
             client, _ = self._creditors.popitem(last=False)
             self._least_dropped = min(self._least_dropped, self._units(self._drop(client)))
 
+    def _refill(self) -> None:
+        """Those that waited for this round are ready, and of those that were only such as are set aside."""
+        aside = self._ready.hidden
+        for client in aside:
+            self._parked.discard(client)
+        self._ready = self._parked.take(self._round)
+        self._ready.hidden = aside
+        self._turns.update(dict.fromkeys(self._ready, True))
+        for client in list(aside):
+            self._seat(client)
+
     def _units(self, account: Deficit) -> float:
         """q after the rounds since it was settled: +Q^u in each round in which it is not positive."""
         if account.units > 0:
@@ -296,14 +306,15 @@ class Dlpm(ByClient):
     def _rank(self, client: str, head: Job) -> None:
         account = self._deficits[client]
         eligible_from = account.settled + self._rounds_due(account)
+        is_new = self.newcomers_first and account.goes_first
+        key = (not is_new, client in self._running, *self._order(head))
         if eligible_from <= self._round or (self.borrow and self._may_borrow(account, head)):
             if client not in self._ready:
                 self._turns[client] = True
                 self._parked.discard(client)
-            is_new = self.newcomers_first and account.goes_first
-            self._ready.put(client, (not is_new, client in self._running, *self._order(head)))
+            self._ready.put(client, key)
         else:
             if client not in self._parked:
                 self._turns[client] = False
                 self._ready.discard(client)
-            self._parked.put(client, (eligible_from, head.arrival))
+            self._parked.put(client, eligible_from, key)

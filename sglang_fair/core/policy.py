@@ -169,7 +169,7 @@ class Policy(ABC):
         return {}
 
     def counter(self, client: str) -> float | None:
-        """The same of one client, in O(1). None: it is not known, or the policy keeps none that is so cheap."""
+        """The same of one client, in O(1), amortised. None: it is not known, or the policy keeps none."""
         return None
 
     def bound(self, input_units: float, output_units: float, weight: float = 1.0) -> float | None:

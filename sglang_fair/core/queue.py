@@ -17,6 +17,8 @@ reported to `account` directly. Which of those that wait would compute the same 
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
+from itertools import islice
 from typing import Any
 
 from sglang_fair.common.weights import Weights
@@ -214,15 +216,15 @@ class FairQueue:
     def status(self, most: int = 1000) -> Mapping[str, Any]:
         """State for people and programs, JSON-ready; the `most` clients with the most service are listed."""
         account, ledger = self.account, self.account.ledger
-        counters, weights = self.policy.counters(), self.policy.weights or Weights()
+        policy, weights = self.policy, self.policy.weights or Weights()
         accounts = ledger.accounts()
-        busiest = sorted(accounts, key=lambda name: -accounts[name].service)[:most]
-        names = dict.fromkeys([*busiest, *list(self._clients)[:most]])
+        busiest = nlargest(most, accounts, key=lambda name: accounts[name].service)
+        names = dict.fromkeys([*busiest, *islice(self._clients, most)])
         clients = {}
         for name in names:
             usage, presence = ledger.usage(name), self._clients.get(name, Presence())
             clients[name] = {
-                "counter": counters.get(name),
+                "counter": policy.counter(name),
                 "weight": weights.of(name),
                 **usage.shown(),
                 "requests": usage.requests,

@@ -91,6 +91,9 @@ class Rpm(ByClient):
         """The requests of the last minute that counted."""
         return self._window.counts()
 
+    def counter(self, client: str) -> float | None:
+        return self._window.count_of(client) or None
+
     def _limit_of(self, client: str) -> int:
         return max(1, floor(self.limit * self.weights.of(client) + 0.5))
 

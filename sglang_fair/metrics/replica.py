@@ -61,7 +61,7 @@ class ReplicaCounts:
         for client in nlargest(self._most, unnamed, key=lambda name: accounts[name].service):
             if self._labels.offer(client, accounts[client].service):
                 self._follow(client, queue)
-        counters, weights = queue.policy.counters(), queue.policy.weights
+        policy, weights = queue.policy, queue.policy.weights
         clients: dict[str, dict[str, Any]] = {}
         for client, counted in self._clients.items():
             usage, presence = ledger.usage(client), queue.presence(client)
@@ -70,7 +70,7 @@ class ReplicaCounts:
                 **{name: getattr(usage, name) - getattr(counted.before, name) for name in COUNTS},
                 "service": counted.service,
                 "charged": usage.service + usage.transferred_units,
-                "deficit": counters.get(client),
+                "deficit": policy.counter(client),
                 "weight": 1.0 if weights is None else weights.of(client),
                 "backlog": presence.backlog if presence.waiting else None,
                 "waiting": presence.waiting,
@@ -82,7 +82,6 @@ class ReplicaCounts:
         return {
             "clients": clients,
             "waits": {label: waits.plain() for label, waits in self._waits.items()},
-            "waiting_tokens": sum(job.prompt_tokens - job.prefix_tokens for job in queue.jobs()),
             "books_ok": ledger.ok,
         }
 

@@ -119,7 +119,8 @@ class ReplicaFairness(Books):
     def summed(self, queue: Any) -> Any:
         """What SGLang adds up in place of its `queue`."""
         queue = queue if self._apart is None else self._apart
-        return self._waiting.summed(queue) if self.orders else queue
+        requests = len(queue)
+        return self._waiting.summed(requests) if self.orders and requests == len(self.queue) else queue
 
     def offers(self) -> Iterator[Any]:
         """Candidates in the policy's order."""
@@ -217,10 +218,15 @@ class ReplicaFairness(Books):
 
     # ---- what is shown
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Of the requests that wait, those that are not cached, as SGLang counts them."""
+        return self._waiting.uncached_tokens
+
     def metrics(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """What `GET /metrics` is made of, beside `status` of the same moment; JSON-ready."""
         same = {name: status[name] for name in ("bound", "refills", "refused", "evictions", "corrections")}
-        return self._counts.read(self.queue) | same
+        return self._counts.read(self.queue) | same | {"waiting_tokens": self.waiting_tokens}
 
     def status(self, waiting: list[Any]) -> dict[str, Any]:
         """JSON-ready; SGLang's /server_info and our /fair carry it."""

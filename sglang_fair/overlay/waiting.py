@@ -44,15 +44,19 @@ class Summed:
 
 
 class Waiting(Listener):
-    """The requests that wait, in number and in tokens, as SGLang counts them."""
+    """The tokens of the requests that wait, as SGLang counts them."""
 
     def __init__(self) -> None:
         self._numbers = 0
-        self._requests = self._tokens = self._matched = 0
+        self._tokens = self._matched = 0
 
-    def summed(self, queue: Any) -> Any:
-        """What SGLang is to add up in place of its `queue`."""
-        return Summed(self._requests, self._tokens, self._matched) if len(queue) == self._requests else queue
+    @property
+    def uncached_tokens(self) -> int:
+        return self._tokens - self._matched
+
+    def summed(self, requests: int) -> Summed:
+        """What SGLang is to add up in place of its queue of so many `requests`."""
+        return Summed(requests, self._tokens, self._matched)
 
     def looked_up(self, request: Any) -> None:
         """The engine has searched its cache for `request`, which waits."""
@@ -65,7 +69,6 @@ class Waiting(Listener):
         self._numbers += 1
         place = Place(self._numbers, request.seqlen, request.num_matched_prefix_tokens)
         setattr(request, PLACE_ATTRIBUTE, place)
-        self._requests += 1
         self._tokens += place.tokens
         self._matched += place.matched
 
@@ -77,7 +80,6 @@ class Waiting(Listener):
 
     def leave(self, job: Job) -> None:
         place = getattr(job.request, PLACE_ATTRIBUTE)
-        self._requests -= 1
         self._tokens -= place.tokens
         self._matched -= place.matched
 

@@ -494,3 +494,35 @@ def test_fractions_do_not_stop_the_rounds():
             done += 1
         assert done == 60
         assert all(units <= quantum * (1 + 1e-9) for units in queue.policy.counters().values())
+
+
+def test_a_refill_puts_nobody_into_order_and_leaves_aside_who_was_set_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = Dlpm(quantum=10)
+    clients = [f"client {number}" for number in range(AT_ONCE)]
+    jobs = {
+        client: Job(client, client, arrival=at, prefix_tokens=1000 - at) for at, client in enumerate(clients)
+    }
+    for job in jobs.values():
+        policy.arrive(job)
+    first, second, third = clients[:3]
+    assert policy.pick() is jobs[first]
+    assert policy.set_aside(lambda job: job.client in (first, second)) == [first, second]
+    for client in clients:
+        policy.charge(client, 10 if client != second else 20)
+    ranked: list[str] = []
+    rank = Dlpm._rank
+    monkeypatch.setattr(
+        Dlpm, "_rank", lambda self, client, head: (ranked.append(client), rank(self, client, head))
+    )
+    assert policy.pick() is jobs[third], "it was not set aside"
+    assert policy.refills == 1
+    assert set(ranked) <= {first, second}
+    policy.release()
+    assert policy.pick() is jobs[first]
+    for client in clients:
+        if client != second:
+            policy.charge(client, 10)
+    assert policy.pick() is jobs[first]
+    assert policy.deficit(second) == 10, "its debt was paid by two rounds"

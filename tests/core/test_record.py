@@ -97,7 +97,8 @@ def test_counters_and_refills_are_the_policys(name: str) -> None:
         if not replica.queue.is_waiting(str(number)):
             continue
         assert only(record, str(number))["running_at_arrival"] == len(list(replica.queue.running()))
-        counter = policy.counters().get(client) if name not in ("rpm", "fcfs", "lpm") else None
+        counter = policy.counters().get(client)
+        assert policy.counter(client) == counter
         assert only(record, str(number))["counter_at_arrival"] == counter
         replica.step()
         found = only(record, str(number))

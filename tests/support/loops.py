@@ -338,6 +338,9 @@ class Case:
         )
         if told != true:
             raise Died(f"{len(waiting)} wait, and the load is said to be {told}, but is {true}")
+        uncached = sum(one.seqlen - one.num_matched_prefix_tokens for one in waiting)
+        if (said := scheduler.fair.waiting_tokens) != uncached:
+            raise Died(f"{uncached} tokens wait that are not cached, and {said} are said to")
 
     def check(self) -> None:
         from sglang_fair.overlay.books import JOB_ATTRIBUTE

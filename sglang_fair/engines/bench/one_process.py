@@ -26,6 +26,8 @@ PAGE_TOKENS = 16
 POOL_TOKENS = 600_000
 CONTEXT_TOKENS = 16_384
 MOST_RUNNING = 128
+KNOWN_TOKENS = 20_000
+"""Tokens that a client which is remembered was served: ten quanta, so that policies have something to remember."""
 
 SMALLEST_MODEL = {
     "num_hidden_layers": 1,
@@ -112,15 +114,15 @@ class Engine:
 
         self._scheduler.clock = Clock(is_shared=False, read=lambda: 0.0)
 
-    def remember(self, clients: int, prompt_tokens: int) -> None:
+    def remember(self, clients: int) -> None:
         """So many clients were served one prompt each, by the books of the overlay, and are gone."""
         queue = self._scheduler.fair.queue
         for number in range(clients):
-            job = Job(f"known {number}", f"known-{number}", prompt_tokens, 1)
+            job = Job(f"known {number}", f"known-{number}", KNOWN_TOKENS, 1)
             queue.arrive(job)
-            queue.admit(job, extend_tokens=prompt_tokens, cached_tokens=0)
-            queue.account.emit(job, 1)
+            queue.admit(job, extend_tokens=KNOWN_TOKENS, cached_tokens=0)
             queue.finish(job.id)
+        queue.account.ledger.engine_counted(extend=clients * KNOWN_TOKENS)
 
     def limit_pool(self, tokens: int) -> None:
         """Leaves `tokens` free in the pool and occupies the rest until the next `use`."""

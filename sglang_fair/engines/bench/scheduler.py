@@ -170,7 +170,7 @@ def measure(
     )
     if contender.overlay:
         engine.stop_clock()  # or steps for those that run would stand between those that we measure
-        engine.remember(shape.known, shape.prompt_tokens)
+        engine.remember(shape.known)
     engine.limit_pool(shape.free_tokens)
     prompts = Prompts(shape, seed)
     draw = iter(prompts)
