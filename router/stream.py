@@ -31,47 +31,79 @@ _LENGTH = struct.Struct("<I")
 
 
 class Frames(asyncio.Protocol):
-    """One end of a connection."""
+    """One end of a connection. What is sent in one turn of the loop, or in answer to what came with one read, leaves as
+    one write: each wakes the other end."""
 
     def __init__(self, take: Callable[["Frames", bytes], None], ended: Callable[["Frames"], None]) -> None:
         """`take` is called with each message."""
         self._transport: asyncio.Transport
         self._take = take
         self._ended = ended
+        self._loop = asyncio.get_running_loop()
         self._held = bytearray()
+        """The beginning of a message."""
+        self._leaving: list[bytes] = []
+        self._leaving_bytes = 0
+        self._is_reading = False
 
     def send(self, message: bytes) -> bool:
         """False if the other end is gone, or does not read."""
         transport = self._transport
-        if transport.is_closing() or transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+        unread_bytes = transport.get_write_buffer_size() + self._leaving_bytes
+        if transport.is_closing() or unread_bytes > MOST_UNREAD_BYTES:
             return False
-        transport.write(_LENGTH.pack(len(message)) + message)
+        if not (self._leaving or self._is_reading):
+            self._loop.call_soon(self._flush)
+        self._leaving += _LENGTH.pack(len(message)), message
+        self._leaving_bytes += len(message)
         return True
 
     def close(self) -> None:
         """What was sent before still leaves, with the loop's next turn."""
+        self._flush()
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
-        held, at = self._held, 0
-        held += data
+        held: bytes | bytearray = data
+        if self._held:
+            self._held += data
+            held = self._held
+        self._is_reading = True
+        try:
+            at = self._take_all(held)
+        finally:
+            self._is_reading = False
+            self._flush()
+        if held is self._held:
+            del self._held[:at]
+        elif at < len(held):
+            self._held += held[at:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended(self)
+
+    def _take_all(self, held: bytes | bytearray) -> int:
+        """Takes the messages in `held`; where the last one ends that is whole."""
+        at = 0
         while len(held) - at >= _LENGTH.size:
             start = at + _LENGTH.size
             end = start + _LENGTH.unpack_from(held, at)[0]
             if end - start > MAX_MESSAGE_BYTES:
                 self._transport.abort()
-                return
+                return len(held)
             if end > len(held):
                 break
             at = end
             self._take(self, bytes(held[start:end]))
-        del held[:at]
+        return at
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._ended(self)
+    def _flush(self) -> None:
+        leaving, self._leaving, self._leaving_bytes = self._leaving, [], 0
+        if leaving and not self._transport.is_closing():
+            self._transport.write(b"".join(leaving))
 
 
 class Stream:

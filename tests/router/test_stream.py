@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -15,7 +16,7 @@ from router.core import Router
 from router.events import Arrive, Place, Query, Snapshot, WorkerUp
 from router.placement import build
 from router.shell import TURN_MS, Shell
-from router.stream import MAX_MESSAGE_BYTES, RECONNECT_S
+from router.stream import MAX_MESSAGE_BYTES, RECONNECT_S, Frames
 from router.wire import pack_tokens
 
 TIMEOUT_S = 30.0
@@ -157,6 +158,40 @@ def test_who_sends_no_messages_is_cut_off_and_nobody_else(address: str, sent: by
         stranger.sendall(sent if sent[0] == 1 else sent[-1:] * 4 + sent)
         assert stranger.recv(1) == b""
         asyncio.run(ask())
+
+
+class Written:
+    """A transport that notes what is written."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def test_what_is_sent_in_one_turn_or_in_answer_to_one_read_is_one_write() -> None:
+    async def send() -> None:
+        frames, written = Frames(lambda one, message: one.send(message), lambda _: None), Written()
+        frames.connection_made(cast(asyncio.BaseTransport, written))
+        for message in (b"", b"ab", b"c" * 70_000):
+            assert frames.send(message)
+        assert written.pieces == []
+        await asyncio.sleep(0)
+        [piece] = written.pieces
+        frames.data_received(piece)  # it comes back
+        assert written.pieces == [piece, piece]
+        for at in range(0, len(piece), 30_000):
+            frames.data_received(piece[at : at + 30_000])
+        assert b"".join(written.pieces[2:]) == piece
+
+    asyncio.run(send())
 
 
 def test_what_is_sent_to_a_peer_that_does_not_read_is_dropped(

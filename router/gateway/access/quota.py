@@ -20,6 +20,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
@@ -217,8 +218,17 @@ class Quotas:
                 found.append((name, most, None, None))
         return found
 
+    @property
+    def is_local(self) -> bool:
+        """There is no other store than this process, and nobody is waited for."""
+        return self._remote is None
+
     def settle(self, work: Coroutine[None, None, None]) -> None:
-        """Goes on in the background, whatever becomes of its request."""
+        """Done at once where nobody is waited for; else in the background, whatever becomes of its request."""
+        if self.is_local:
+            with suppress(StopIteration):
+                work.send(None)
+            return
         task = asyncio.create_task(work)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
@@ -249,7 +259,7 @@ class Ticket:
         self._charges: list[Charge] = []
         """Of tokens."""
         self._prompt_tokens = 0
-        self._is_in = self._is_closed = False
+        self._is_in = self._is_closed = self._has_charged = False
         self._work: asyncio.Task[object] | None = None
 
     async def enter(self) -> None:
@@ -283,13 +293,17 @@ class Ticket:
         self._is_closed = True
         if self._is_in:
             self._quotas.at_once.subtract([self._tenant])
-        if self._work is not None:  # else nothing was charged
+        if self._has_charged:
             self._quotas.settle(self._settle(output_tokens, was_taken))
 
     # -- inside
 
     async def _shielded(self, work: Coroutine[None, None, object]) -> None:
         """A client that leaves does not leave a charge behind that is not known of."""
+        self._has_charged = True
+        if self._quotas.is_local:
+            await work
+            return
         self._work = asyncio.create_task(work)
         await asyncio.shield(self._work)
 
@@ -311,8 +325,8 @@ class Ticket:
             raise
 
     async def _settle(self, output_tokens: int | None, was_taken: bool) -> None:
-        assert self._work is not None
-        await asyncio.gather(self._work, return_exceptions=True)
+        if self._work is not None:
+            await asyncio.gather(self._work, return_exceptions=True)
         if output_tokens is not None or not was_taken:
             await self._correct(self._prompt_tokens + (output_tokens or 0) if was_taken else 0)
 
