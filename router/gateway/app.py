@@ -26,11 +26,11 @@ from router.gateway.batches.routes import Batches
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.guard import Guard, behind_proxy
-from router.gateway.listener import STATE, ConnectionBounds, Listener
+from router.gateway.listener import RELAY, STATE, ClientRequest, Listener
 from router.gateway.openapi import describe
 from router.gateway.operations import routes_of
 from router.gateway.relay import Relay
-from router.gateway.request.kinds import PATHS
+from router.gateway.request.kinds import PATHS, Kind
 from router.gateway.settings import facts
 from router.process import collect_seldom
 from sglang_fair.common.fields import WIDEST, Facts
@@ -42,8 +42,6 @@ from sglang_fair.settings.setting import SettingError
 
 SETTINGS_VARIABLE = "SGLANG_FAIR_GATEWAY"
 """Where uvicorn's worker processes find their settings, in JSON: they are started by import string."""
-
-KINDS = {path: kind for kind, path in PATHS.items()}
 
 
 class Pages(Starlette):
@@ -88,8 +86,7 @@ def refused(gateway: Gateway, path: str, error: ApiError) -> Response:
 
 
 class App:
-    """The application. Requests for replicas do not come to the pages, whose middleware and search through the routes
-    would take 32 µs for each, and they answer their errors themselves."""
+    """The application: by ASGI for the gateway's own pages, and `relay` for requests that replicas answer."""
 
     def __init__(
         self,
@@ -104,7 +101,7 @@ class App:
         keys."""
 
         @asynccontextmanager
-        async def lifespan(_: Starlette) -> AsyncIterator[dict[str, ConnectionBounds]]:
+        async def lifespan(_: Starlette) -> AsyncIterator[dict[str, object]]:
             await gateway.start()
             counting = None
             if batches is not None:
@@ -114,7 +111,7 @@ class App:
                     await admin.start()
                 if gateway.settings.notice_s > 0:
                     give_notice(gateway, gateway.settings.notice_s)
-                yield {STATE: gateway.connection_bounds}
+                yield {STATE: gateway.connection_bounds, RELAY: self.relay}
             finally:
                 if admin is not None:
                     await admin.close()
@@ -124,24 +121,29 @@ class App:
                     batches.close()
 
         self.gateway, self.batches = gateway, batches
-        self.pages = Pages(gateway, routes, tuple(KINDS), facts(gateway.settings), lifespan)
+        self.pages = Pages(gateway, routes, tuple(PATHS.values()), facts(gateway.settings), lifespan)
         self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        kind = KINDS.get(path) if scope.get("method") == "POST" else None
-        if self._guard is not None and (
-            kind is not None or (scope["type"] == "http" and path.startswith("/v1/"))
-        ):
+        if self._guard is not None and scope["type"] == "http" and path.startswith("/v1/"):
             try:
                 self._guard.check_site(Request(scope), content=None)
             except ApiError as error:
                 await refused(self.gateway, path, error)(scope, receive, send)
                 return
-        if kind is None:
-            await self.pages(scope, receive, send)
-        else:
-            await Relay(kind, self.gateway, scope, receive, send).run()
+        await self.pages(scope, receive, send)
+
+    async def relay(self, kind: Kind, request: ClientRequest) -> None:
+        """Has a replica answer the request."""
+        if self._guard is not None:
+            try:
+                self._guard.check_headers(request.method, request.headers)
+            except ApiError as error:
+                answer = refused(self.gateway, PATHS[kind], error)
+                await request.answer(answer.status_code, dict(answer.headers), bytes(answer.body))
+                return
+        await Relay(kind, self.gateway, request).run()
 
 
 def give_notice(gateway: Gateway, notice_s: float) -> None:

@@ -10,14 +10,13 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from starlette.types import Message, Send
-
 from router.events import Done, Place, Progress, Suspicion
 from router.events import Outcome as Ending
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import Usage, stream_of, usage_of
 from router.gateway.errors import describe, of_replica
 from router.gateway.gateway import Gateway
+from router.gateway.listener import ClientGone, ClientRequest
 from router.gateway.record import Try
 from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
 from router.gateway.replicas.retries import Failed
@@ -34,78 +33,6 @@ TURNED_AWAY: Mapping[int, Failed] = {
     401: Failed("lost", "it does not accept this gateway's key"),  # a client's stays here
 }
 """What a status means with which a replica takes nothing on."""
-
-
-class ClientGone(Exception):
-    """The client has left, or has stopped reading."""
-
-
-class Reply:
-    """The answer to one client, over whatever replicas it comes from. One timer serves all its pieces."""
-
-    def __init__(self, send: Send, idle_timeout_s: float, headers: Mapping[str, str] | None = None) -> None:
-        """`idle_timeout_s` bounds the sending of each piece. `headers` go with any answer, as they are when it
-        starts. Methods that send raise `ClientGone`."""
-        self.started = False
-        self.ended = False
-        self.status = 0
-        self.started_s = 0.0
-        """When it started, on the monotonic clock."""
-        self._send_raw = send
-        self._own_headers = {} if headers is None else headers
-        self._idle_timeout_s = idle_timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._sending: asyncio.Task[object] | None = None
-        self._since_s = 0.0
-        self._is_given_up = False
-
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Sends status and headers. Call it once."""
-        assert not self.started
-        self.started = True
-        self.status, self.started_s = status, self._loop.time()
-        named = {**headers, **self._own_headers}
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
-
-    async def piece(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def end(self, body: bytes = b"") -> None:
-        await self._send({"type": "http.response.body", "body": body})
-        self.ended = True
-
-    def close(self) -> None:
-        """Stops the timer. Nothing more may be sent."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    async def _send(self, message: Message) -> None:
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
-        self._since_s, self._sending = self._loop.time(), asyncio.current_task()
-        try:
-            await self._send_raw(message)
-        except OSError as error:
-            raise ClientGone from error
-        except asyncio.CancelledError:
-            if not self._is_given_up:
-                raise
-            if self._sending is not None:
-                self._sending.uncancel()
-            raise ClientGone from None
-        finally:
-            self._sending = None
-
-    def _look(self) -> None:
-        """Gives the client up if it has not accepted the piece that is being sent."""
-        waited_s = self._loop.time() - self._since_s if self._sending is not None else 0.0
-        if self._sending is not None and waited_s >= self._idle_timeout_s:
-            self._is_given_up = True
-            self._sending.cancel()
-        else:
-            self._timer = self._loop.call_later(self._idle_timeout_s - waited_s, self._look)
 
 
 class Leg(NamedTuple):
@@ -175,7 +102,7 @@ class Attempt:
         if self._asking is not None:
             self._asking.give_up(Failed("cut", worker=self._place.worker))
 
-    async def run(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> None:
+    async def run(self, headers: dict[str, str], reply: ClientRequest, resumable: Resumable | None) -> None:
         """Has the replica serve the request and passes its answer on. Raises `Failed` if the client has it not whole,
         `ClientGone` if the client leaves."""
         worker = self._place.worker
@@ -198,7 +125,9 @@ class Attempt:
                 rids = self._call.rids(self._place.id) + tuple(sorted(self._stream.rids))
                 self._replicas.cancel_work(self._url, rids)
 
-    async def _carry(self, headers: dict[str, str], reply: Reply, resumable: Resumable | None) -> None:
+    async def _carry(
+        self, headers: dict[str, str], reply: ClientRequest, resumable: Resumable | None
+    ) -> None:
         client, worker = self._suspicion.client, self._place.worker
         await self._replicas.window(self._url).reserve(client, len(self._call.encoded))
         self._may_be_working = True
@@ -224,7 +153,7 @@ class Attempt:
         finally:
             waiting.discard(give_up)
 
-    async def _pass_whole(self, answer: Connection, reply: Reply) -> None:
+    async def _pass_whole(self, answer: Connection, reply: ClientRequest) -> None:
         body, headers = await answer.read(), self._headers(answer)
         self._is_whole = True
         self._replicas.health.heard(self._place.worker, time.monotonic())
@@ -241,10 +170,11 @@ class Attempt:
             self._settle("failed", Usage())
             body = of_replica(answer.status, body).body(style_of(self._call.kind))
             headers["content-type"] = "application/json"
-        await reply.start(answer.status, headers | {"content-length": str(len(body))})
-        await reply.end(body)
+        await reply.answer(answer.status, headers, body)
 
-    async def _pass_stream(self, answer: Connection, reply: Reply, resumable: Resumable | None) -> None:
+    async def _pass_stream(
+        self, answer: Connection, reply: ClientRequest, resumable: Resumable | None
+    ) -> None:
         stream, place = self._stream, self._place
         reported_s = time.monotonic()
         try:
@@ -259,7 +189,7 @@ class Attempt:
                     if place.on_trial:
                         self._links.progress(Progress(place.id, max(1, stream.usage.output_tokens)))
                     if not reply.started:
-                        await reply.start(200, self._headers(answer) | {"cache-control": "no-cache"})
+                        reply.start(200, self._headers(answer) | {"cache-control": "no-cache"})
                 if self._progress_interval_s and self._last_s - reported_s >= self._progress_interval_s:
                     reported_s = self._last_s
                     self._links.progress(Progress(place.id, stream.usage.output_tokens))

@@ -67,7 +67,9 @@ class Gateway:
         )
         self.capacity = Capacity(settings.max_in_flight, settings.max_held_bytes, settings.max_body_bytes)
         self.connection_bounds, self.operators_bounds = (
-            ConnectionBounds(SharedLimit(settings.max_connections), settings.head_timeout_s, count)
+            ConnectionBounds(
+                SharedLimit(settings.max_connections), settings.head_timeout_s, settings.idle_timeout_s, count
+            )
             for _ in range(2)
         )
         self.apps, self.classes = apps(settings), classes(settings)

@@ -6,7 +6,7 @@ it is nobody, because a tenant may have a process here too.
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -45,9 +45,13 @@ class Guard:
         self, request: Request, *, is_known: bool = False, content: str | None = guard.JSON
     ) -> None:
         """Raises `ApiError` 403 for another site's page. As `guard.objection` has it."""
-        why = guard.objection(
-            request.method, request.headers, self._names, is_known=is_known, content=content
-        )
+        self.check_headers(request.method, request.headers, is_known=is_known, content=content)
+
+    def check_headers(
+        self, method: str, headers: Mapping[str, str], *, is_known: bool = False, content: str | None = None
+    ) -> None:
+        """The same, of a request whose headers alone are there."""
+        why = guard.objection(method, headers, self._names, is_known=is_known, content=content)
         if why is not None:
             raise ApiError(403, why, code="forbidden")
 

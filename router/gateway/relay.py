@@ -15,15 +15,12 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from starlette.types import Receive, Scope, Send
-
 from router.events import TOKEN_BYTES
 from router.gateway.access.identity import Known
 from router.gateway.access.quota import Ticket
-from router.gateway.attempt import ClientGone, Reply
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
-from router.gateway.listener import body_in, when_client_leaves
+from router.gateway.listener import ClientGone, ClientRequest
 from router.gateway.record import REQUEST_ID
 from router.gateway.request.call import Call, check_models
 from router.gateway.request.kinds import PATHS, Kind, style_of
@@ -63,16 +60,13 @@ class Relay:
     """One request and its answer. `run` has its steps in their order; it returns when the client has an outcome or has
     left."""
 
-    def __init__(self, kind: Kind, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, kind: Kind, gateway: Gateway, request: ClientRequest) -> None:
         self._kind = kind
         self._gateway = gateway
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self._request = request
+        self._headers = request.headers
         self._row = gateway.record.came(kind, self._headers.get(REQUEST_ID))
-        self._own_headers = {REQUEST_ID: self._row.name}
-        """Of every answer: the request's name, and what is left of its tenant's limits."""
+        request.own_headers = {REQUEST_ID: self._row.name}
         self._known = Known(None, Caller("-"))
         """As whom it is served."""
         self._allowance = Allowance(gateway.capacity)
@@ -86,7 +80,7 @@ class Relay:
     async def run(self) -> None:
         outcome: Outcome = "failed"
         try:
-            self._known = self._gateway.identity.of(self._headers, self._scope.get("client"))
+            self._known = self._gateway.identity.of(self._headers, self._request.client)
             await self._admit()
             promise = self._promised()
             outcome = await self._while_client_listens(await self._read_body(), promise)
@@ -127,11 +121,13 @@ class Relay:
             self._trace = gateway.tracing.begin(row, PATHS[self._kind], self._headers)
         self._ticket = await gateway.quotas.enter(known)
         if self._ticket is not None:
-            self._own_headers = self._ticket.headers
-            self._own_headers[REQUEST_ID] = row.name
+            self._ticket.headers[REQUEST_ID] = (
+                row.name
+            )  # what is left of the limits, as it is when it answers
+            self._request.own_headers = self._ticket.headers
         # The body may still name the client. Until it is read, an unknown client counts by its address.
         is_unnamed = row.client == ANONYMOUS and gateway.identity.reads_user
-        self._allowance.enter(address_share(self._scope.get("client")) if is_unnamed else row.client)
+        self._allowance.enter(address_share(self._request.client) if is_unnamed else row.client)
 
     def _promised(self) -> Promise:
         """What its headers ask for. Raises `ApiError` 400, which names the header, for what nobody can promise."""
@@ -141,12 +137,12 @@ class Relay:
             raise ApiError(400, str(error), code="invalid_deadline", param=error.header) from None
 
     async def _read_body(self) -> bytes:
+        if (whole := self._request.whole_body()) is not None:
+            self._allowance.hold(len(whole))
+            return whole
         limits = self._gateway.settings
         announced = self._headers.get("content-length", "")
         self._allowance.hold(min(int(announced), limits.max_body_bytes + 1) if announced.isdecimal() else 0)
-        if (whole := body_in(self._scope)) is not None:
-            self._allowance.hold(len(whole))
-            return whole
         pieces: list[bytes] = []
         size = 0
         loop = asyncio.get_running_loop()
@@ -154,14 +150,11 @@ class Relay:
             until_s = loop.time() + limits.body_timeout_s
             async with asyncio.timeout(min(BODY_TIMEOUT_S, limits.body_timeout_s)) as timeout:
                 while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    piece = message.get("body", b"")
+                    piece, has_more = await self._request.body_piece()
                     size += len(piece)
                     self._allowance.hold(size)
                     pieces.append(piece)
-                    if not message.get("more_body", False):
+                    if not has_more:
                         return b"".join(pieces)
                     timeout.reschedule(min(until_s, loop.time() + BODY_TIMEOUT_S))
         except TimeoutError as error:
@@ -169,8 +162,8 @@ class Relay:
 
     async def _while_client_listens(self, raw: bytes, promise: Promise) -> Outcome:
         """Serves the request; cancels that and raises `ClientGone` when the client disconnects."""
-        reply = Reply(self._send, self._gateway.settings.idle_timeout_s, self._own_headers)
-        serving, has_left = asyncio.current_task(), False
+        reply, has_left = self._request, False
+        serving = asyncio.current_task()
         assert serving is not None
 
         def leave() -> None:
@@ -179,9 +172,9 @@ class Relay:
                 has_left = True
                 serving.cancel()
 
-        stop_watching = when_client_leaves(self._scope, leave)
+        stop_watching = reply.when_client_leaves(leave)
         try:
-            return await self._serve(await self._understood(raw, promise), reply)
+            return await self._serve(await self._understood(raw, promise))
         except asyncio.CancelledError:
             if not has_left:
                 raise
@@ -189,7 +182,6 @@ class Relay:
             raise ClientGone from None
         finally:
             stop_watching()
-            reply.close()
             if reply.started:
                 self._row.status = self._row.status or reply.status
                 self._row.answered_s = reply.started_s if reply.status < 400 else None
@@ -204,7 +196,7 @@ class Relay:
         if tenant is not None and tenant.models is not None:
             check_models(call, tenant.models)
         if call.user and gateway.identity.reads_user:
-            found = gateway.identity.of(self._headers, self._scope.get("client"), call.user)
+            found = gateway.identity.of(self._headers, self._request.client, call.user)
             self._known = self._known._replace(caller=found.caller)
             row.client = found.caller.client
         if row.client != self._allowance.share:
@@ -222,7 +214,7 @@ class Relay:
         row.promise = promise
         return call
 
-    async def _serve(self, call: Call, reply: Reply) -> Outcome:
+    async def _serve(self, call: Call) -> Outcome:
         """Counts its tokens and has it served. Raises `ApiError` while its client has nothing."""
         intake, row, share = self._gateway.intake, self._row, self._allowance.share
         tokens = await intake.routed_tokens(call, share)
@@ -232,7 +224,7 @@ class Relay:
             await self._ticket.admit(row.input_tokens, call.max_output_tokens, call.unnamed)
         headers = self._headers_for_replica(call, await intake.system_tokens(call, share))
         self._serving = Serving(
-            self._gateway, row, self._known, self._part, call, reply, headers, self._trace
+            self._gateway, row, self._known, self._part, call, self._request, headers, self._trace
         )
         return await self._serving.run(tokens)
 
@@ -268,5 +260,5 @@ class Relay:
             error.message,
         )
         self._gateway.metrics.count("refusals_total", str(error.status))
-        answer = error.answer(style_of(self._kind), {"x-fair-client": row.client, **self._own_headers})
-        await answer(self._scope, self._receive, self._send)
+        headers = {"content-type": "application/json", "x-fair-client": row.client, **error.headers}
+        await self._request.answer(error.status, headers, error.body(style_of(self._kind)))

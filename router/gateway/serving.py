@@ -15,9 +15,10 @@ from router.events import Arrive, Due, Place, Refuse, Suspicion
 from router.gateway.access.identity import Known
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import DONE, error_event
-from router.gateway.attempt import Attempt, Leg, Reply
+from router.gateway.attempt import Attempt, Leg
 from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
+from router.gateway.listener import ClientRequest
 from router.gateway.record import Exchange, Try
 from router.gateway.replicas.retries import MAX_ENDED, Failed, Retries
 from router.gateway.request.call import Call
@@ -53,7 +54,7 @@ class Serving:
         known: Known,
         part: Part,
         call: Call,
-        reply: Reply,
+        reply: ClientRequest,
         headers: dict[str, str],
         trace: "Trace | None",
     ) -> None:

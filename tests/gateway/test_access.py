@@ -28,7 +28,7 @@ from sglang_fair.common.identity import API_KEY, DEFAULT_ORDER, USER
 from sglang_fair.common.service_keys import bearer
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants import edit, keys
-from tests.gateway.clusters import add_tenant, gateway_settings
+from tests.gateway.clusters import add_tenant, gateway_settings, served
 from tests.support import apis
 from tests.support.ports import free_port
 from tests.support.stand_in import MODEL, make_tokenizer
@@ -292,10 +292,9 @@ async def asking(
     monkeypatch.setenv(KEY_VARIABLE, admin_key)
     port = free_port()
     app = made(tmp_path, **{"admin_port": port, **config})
-    near = httpx.ASGITransport(app, client=("127.0.0.1", 1))
     async with (
-        app.pages.router.lifespan_context(app.pages),
-        httpx.AsyncClient(transport=near, base_url="http://gateway") as clients,
+        served(app) as url,
+        httpx.AsyncClient(base_url=url) as clients,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as operators,
     ):
         yield app, clients, operators
