@@ -209,8 +209,9 @@ class Account:
 
     def recent_bound(self) -> float | None:
         """The same for every interval that ends now: for two clients that wait now, since both began to. It knows the
-        requests that still matter to such an interval (`largest`)."""
-        self._settle_largest()
+        requests that still matter to such an interval (`largest`). Amortised O(1) for each admission."""
+        if self.largest.is_cheap():
+            self._settle_largest()
         weights = self.policy.weights
         return self._bound(self.largest.recent, 1.0 if weights is None else weights.smallest())
 

@@ -22,6 +22,13 @@ from dataclasses import dataclass
 SETTLE_AFTER = 64
 """Admissions after which `settle` is due, and one more for each client that owed or ran at the last time."""
 
+FEW = 1000
+"""Clients that `settle` may look at for each reading."""
+
+EARLY = 16
+"""A reading that would look at more waits for one admission for so many of them, and has more than it should until
+then."""
+
 
 @dataclass(slots=True)
 class Extremes:
@@ -84,6 +91,10 @@ class Largest:
     def is_due(self) -> bool:
         """Whether to call `settle`, so that memory stays bounded."""
         return self._admissions > SETTLE_AFTER + self._left
+
+    def is_cheap(self) -> bool:
+        """Whether a reading may call `settle`, which would cost it O(1) for each admission, or little."""
+        return self._left <= FEW or EARLY * self._admissions >= self._left
 
     def settle(self, matters: Callable[[str], bool], oldest: int, latest: int) -> bool:
         """Forget what matters no more. `matters`: whether a client runs or owes. `oldest` is the oldest backlog that

@@ -12,6 +12,7 @@ from sglang_fair.core.cost import Linear, Quadratic
 from sglang_fair.core.dlpm import Dlpm
 from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.job import Job
+from sglang_fair.core.largest import EARLY, FEW
 from sglang_fair.core.ledger import OTHERS, SYSTEM, Ledger
 from sglang_fair.core.payers import Payers
 from sglang_fair.core.policy import Policy
@@ -463,3 +464,28 @@ def test_checks_are_counted_and_the_first_mismatch_is_kept():
     }
     assert not ledger.ok, "a difference that went away was an error all the same"
     assert json.loads(json.dumps(FairQueue(Fcfs()).status()))["conservation"]["first_mismatch"] is None
+
+
+def test_a_reading_asks_after_many_debts_only_when_many_were_admitted_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue, asked, owes = new_queue(Dlpm(quantum=1)), [], Dlpm.owes
+    monkeypatch.setattr(Dlpm, "owes", lambda policy, client: (asked.append(client), owes(policy, client))[1])
+
+    def serve(client: str) -> None:
+        queue.arrive(job := Job(client, client, 9, 1))
+        queue.admit(job, extend_tokens=9, cached_tokens=0)
+        queue.finish(client)
+
+    for number in range(2 * FEW):
+        serve(f"in debt {number}")
+    queue.account.recent_bound()
+    asked.clear()
+    for _ in range(10):
+        queue.account.recent_bound()
+    assert asked == []
+    for number in range(2 * FEW // EARLY + 1):
+        serve(f"later {number}")
+    asked.clear()
+    queue.account.recent_bound()
+    assert len(asked) > 2 * FEW
