@@ -67,7 +67,7 @@ def options_of(name: str) -> Mapping[str, type]:
 
 def option_values(policy: Policy) -> Mapping[str, Any]:
     """All options of `policy` with their current values."""
-    return {option: getattr(policy, field.name) for option, field in _option_fields(policy.name).items()}
+    return {option: getattr(policy, field.name) for option, field in _fields_of(type(policy)).items()}
 
 
 def _option_fields(name: str) -> "Mapping[str, Field[Any]]":
@@ -75,6 +75,10 @@ def _option_fields(name: str) -> "Mapping[str, Field[Any]]":
     policy = POLICIES.get(name)
     if policy is None:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(sorted(POLICIES))}")
+    return _fields_of(policy)
+
+
+def _fields_of(policy: type[Policy]) -> "Mapping[str, Field[Any]]":
     return {
         field.metadata.get(OPTION, field.name): field
         for field in fields(policy)  # type: ignore[arg-type]

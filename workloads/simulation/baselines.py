@@ -1,4 +1,4 @@
-"""What QLM is compared with, as placements that hold requests. Pure.
+"""What QLM is compared with, as placements that hold requests, and `rivals.DualMap`. Pure.
 
 edf           request by request, the earliest deadline first: it goes to the worker with most room, which ends what
               it runs and loads its model if it has another one. With `prefers_loaded` a worker with room that has
@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from router.placement.contract import Ended, Equipment, May, Placement, Request, WorkerView
 from router.radix import Match
+from workloads.simulation.rivals import DualMap
 
 Entry = tuple[tuple[float, int], Request]
 
@@ -266,4 +267,5 @@ BASELINES: Mapping[str, type[Placement]] = {
     "shepherd": Shepherd,
     "spread": Spread,
     "push": Push,
+    "dualmap": DualMap,
 }

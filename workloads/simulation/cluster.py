@@ -20,7 +20,6 @@ from typing import Any, assert_never
 from router import events as message
 from router.core import Router
 from sglang_fair.common.deadlines import Promise
-from sglang_fair.core import POLICIES
 from sglang_fair.sim.replica import Event, Finished, Progress, Refused, Removed, Replica, SimRequest, Stored
 from workloads.programs import Outcome, Reply
 from workloads.session import TIMED_OUT, Ending
@@ -343,7 +342,7 @@ class Cluster(Clock):
             case Refused():
                 del self.flights[event.id]
                 self.tell(flight.router, message.Done(event.id, outcome="failed"))
-                self._refuse(flight, 429 if POLICIES[self._site.policy].may_refuse else 400, event.reason)
+                self._refuse(flight, 429 if self.replicas[0].queue.policy.may_refuse else 400, event.reason)
             case _:
                 assert_never(event)
 

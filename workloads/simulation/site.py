@@ -22,7 +22,7 @@ from sglang_fair.core import POLICIES
 from sglang_fair.core import options as policy_options
 from sglang_fair.core.cost import Cost, make_cost
 from sglang_fair.core.payers import make_payers
-from sglang_fair.core.policy import Policy, checked_quantum
+from sglang_fair.core.policy import DEFAULT_QUANTUM, Policy, checked_quantum
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import checked_stall_ms, checked_target_tpot_ms, make_steps
 from sglang_fair.core.throttle import make_rules
@@ -33,6 +33,7 @@ from sglang_fair.sim.replica import Replica, Settings
 from sglang_fair.sim.shapes import SHAPES
 from workloads.simulation.baselines import BASELINES
 from workloads.simulation.fleet import Fleet
+from workloads.simulation.rivals import RIVALS, TailLru
 
 _LONGEST_RUN = 10_000
 """Decode steps that a replica may take at once: whoever wants to know of progress looks at the queue's jobs."""
@@ -76,6 +77,8 @@ class Site:
     cache_share: bool = False
     """Replicas evict fairly among clients, where the policy has shares (--cache-share). False:
     by plain LRU, as in the papers."""
+    tail_tokens: int = 0
+    """Replicas evict the last so many tokens of each conversation first (`rivals.TailLru`). 0: by plain LRU."""
     ignore_eos: bool = True
     """Every answer runs to its limit, and memory is reserved for that. False where answers may be shorter."""
     ingress: tuple[float, ...] = (1.0,)
@@ -92,7 +95,7 @@ class Site:
         object.__setattr__(self, "ingress", tuple(self.ingress))
         if self.placement not in PLACEMENTS and self.placement not in BASELINES:
             raise ValueError(f"no placement {self.placement!r}: there are {', '.join(PLACEMENTS)}")
-        if self.policy not in POLICIES:
+        if self.policy not in POLICIES and self.policy not in RIVALS:
             raise ValueError(f"unknown policy {self.policy!r}; there are {', '.join(sorted(POLICIES))}")
         if self.throttle not in KINDS:
             raise ValueError(f"unknown throttle {self.throttle!r}; there are {', '.join(KINDS)}")
@@ -148,9 +151,10 @@ class Site:
 
     def make_policy(self) -> Policy:
         quantum = None if self.quantum is None else checked_quantum(self.quantum)
-        policy = policy_options.make(
-            self.policy, self.policy_options, quantum=quantum, weights=Weights(self.client_weights)
-        )
+        weights = Weights(self.client_weights)
+        if (rival := RIVALS.get(self.policy)) is not None:
+            return rival(quantum or DEFAULT_QUANTUM, weights)
+        policy = policy_options.make(self.policy, self.policy_options, quantum=quantum, weights=weights)
         policy_options.check_together(policy, self.service_cost(), self.payer)
         return policy
 
@@ -161,7 +165,7 @@ class Site:
         """A new replica with an empty cache. `events`: it says what it caches."""
         first = "" if self.fleet is None else self.fleet.begins_with(place)
         queue = FairQueue(self.make_policy(), self.service_cost(), payers=make_payers(self.payer))
-        return Replica(
+        made = Replica(
             queue,
             self.cost_of(place, first),
             self.settings(place, first),
@@ -170,6 +174,9 @@ class Site:
             place=place,
             places=self.replicas,
         )
+        if self.tail_tokens:
+            made.cache.order = TailLru(self.tail_tokens)
+        return made
 
     def cost_of(self, place: int, model: str) -> CostModel:
         """How long a step takes on a replica that has this model."""
