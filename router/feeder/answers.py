@@ -33,6 +33,8 @@ class Answer(NamedTuple):
     code: str = ""
     """Of an error of the gateway's own."""
     retry_after_s: float | None = None
+    took_s: float = 0.0
+    """From sending the item to here."""
 
 
 class Result(NamedTuple):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from router.batches import lines
 from router.batches.model import Ending, Item, StoredBatch, class_of, window_s
 from router.feeder.answers import Again, Answer, judge
+from router.feeder.pace import Pace
 
 FIRST = 64
 MOST_BYTES = 64 << 20
@@ -51,12 +52,17 @@ class _Gate:
     closed_until_s: float = 0.0
     served: int = 0
     """When it last had a turn, by the count of turns."""
+    pace: Pace | None = None
 
     def room(self, now_s: float) -> float:
         return 0 if now_s < self.closed_until_s else self.limit - self.in_flight
 
-    def answered(self) -> None:
-        self.limit = min(self.most, self.limit + 1)
+    def answered(self, answer: Answer) -> None:
+        """One of those that were in flight, and is not any more."""
+        if self.pace is None:
+            self.limit = min(self.most, self.limit + 1)
+        else:
+            self.limit = min(self.most, self.pace.limit(self.limit, self.in_flight + 1, answer))
 
     def refused(self, until_s: float) -> None:
         self.limit, self.closed_until_s = max(1, self.in_flight // 2), until_s
@@ -76,10 +82,13 @@ class _Part:
 class Feeder:
     """The parts of all open batches. Single-threaded; `now_s` is Unix time and may jump."""
 
-    def __init__(self, classes: Mapping[str, float], most_in_flight: int) -> None:
-        """`classes` are seconds to the first token; `most_in_flight` is for each model."""
+    def __init__(
+        self, classes: Mapping[str, float], most_in_flight: int, token_s: float | None = None
+    ) -> None:
+        """`classes` are seconds to the first token; `most_in_flight` is for each model; `token_s`: see `Pace`."""
         self._classes = classes
         self._most = most_in_flight
+        self._token_s = token_s
         self._parts: dict[Key, _Part] = {}
         self._closing: set[str] = set()
         self._models: dict[str, _Gate] = {}
@@ -107,7 +116,8 @@ class Feeder:
                 slo_class = class_of(window_s(batch.completion_window), self._classes)
                 self._parts[name] = _Part(batch, slo_class)
                 self._clients.setdefault(batch.client, _Gate())
-                self._models.setdefault(name[1], _Gate(min(FIRST, self._most), self._most))
+                if name[1] not in self._models:
+                    self._models[name[1]] = self._gate()
             part = self._parts[name]
             part.leased = leased.get(name, 0)
             part.waiting = count - part.leased
@@ -191,8 +201,8 @@ class Feeder:
         if isinstance(verdict, Again):
             (model if verdict.holds == "model" else client).refused(now_s + verdict.after_s)
             return None
-        model.answered()
-        client.answered()
+        model.answered(answer)
+        client.answered(answer)
         self.unwritten += 1
         try:
             line = lines.answered(batch.id, item, verdict.status, answer.request_id, answer.body)
@@ -202,6 +212,12 @@ class Feeder:
                 batch.id, item.number, False, lines.unanswered(batch.id, item, "bad_answer", message)
             )
         return Ending(batch.id, item.number, verdict.is_ok, line)
+
+    def _gate(self) -> _Gate:
+        """Of a model."""
+        if self._token_s is None:
+            return _Gate(min(FIRST, self._most), self._most)
+        return _Gate(1, self._most, pace=Pace(self._token_s))
 
     def _drop(self, name: Key) -> list[int]:
         """Of this part nothing more is sent."""

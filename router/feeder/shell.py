@@ -74,7 +74,8 @@ class Shell:
         self._blobs: Blobs = open_blobs(settings.batches, settings.batch_files)
         self._store = open_store(settings.batches)
         self.store_name = self._store.name
-        self._core = Feeder(settings.slo_classes, settings.batch_in_flight)
+        token_s = None if settings.batch_token_ms is None else settings.batch_token_ms / 1000
+        self._core = Feeder(settings.slo_classes, settings.batch_in_flight, token_s)
         self._threads = ThreadPoolExecutor(1, "store")
         self._validating_threads = ThreadPoolExecutor(1, "validating")
         self._sent: dict[int, asyncio.Task[None]] = {}
@@ -225,7 +226,9 @@ class Shell:
         """An item, until it has a result or waits in the store again."""
         key, tries = send.item.key, send.item.tries
         while True:
+            sent_s = time.monotonic()
             answer = await self._answer(send)
+            answer = answer._replace(took_s=time.monotonic() - sent_s)
             match self._core.answered(send, answer, tries, time.time()):
                 case Again(after_s, _, counts):
                     if counts:

@@ -324,6 +324,9 @@ class Feeding:
     batch_in_flight: Annotated[int, About(unit="requests", at_least=1, at_most=10_000)] = 1024
     """Most requests of batches for one model that a feeder has sent and that are not answered: enough for all
     replicas of the model. It begins with few, and takes fewer when it is refused."""
+    batch_token_ms: Annotated[float | None, About(unit="milliseconds", unset="any time", at_least=1)] = None
+    """How long a token of a batch's answers may take: a feeder sends as many requests as leave it that. Interactive
+    requests get theirs in the same steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,9 @@ def quick_store(path: Path) -> Store:
 class One:
     """A feeder, and what it has in hand."""
 
-    def __init__(self, world: "World", most_in_flight: int) -> None:
+    def __init__(self, world: "World", most_in_flight: int, token_s: float | None) -> None:
         self.world, self.store, self.owner = world, world.store, uuid4().hex
-        self.core = Feeder(CLASSES, most_in_flight)
+        self.core = Feeder(CLASSES, most_in_flight, token_s)
         self.sent: dict[int, tuple[Send, int]] = {}
         """By key, each with its tries."""
         self.put_off: dict[int, tuple[float, Send, int]] = {}
@@ -96,11 +96,14 @@ class One:
 class World:
     """A store and its feeders."""
 
-    def __init__(self, store: Store, feeders: int = 1, most_in_flight: int = 8) -> None:
-        self.store, self.now_s, self._most = store, float(NOW_S), most_in_flight
+    def __init__(
+        self, store: Store, feeders: int = 1, most_in_flight: int = 8, token_s: float | None = None
+    ) -> None:
+        self.store, self.now_s = store, float(NOW_S)
+        self._most, self._token_s = most_in_flight, token_s
         self.accepted: dict[str, tuple[str, int]] = {}
         """Client and number of items, by batch."""
-        self.feeders = [One(self, most_in_flight) for _ in range(feeders)]
+        self.feeders = [One(self, most_in_flight, token_s) for _ in range(feeders)]
 
     @property
     def one(self) -> One:
@@ -108,7 +111,7 @@ class World:
 
     def die(self, index: int = 0) -> None:
         """What it had in hand is lost, and a feeder that knows nothing begins."""
-        self.feeders[index] = One(self, self._most)
+        self.feeders[index] = One(self, self._most, self._token_s)
 
     def add(
         self,

@@ -19,6 +19,7 @@ from workloads.traces import (
     Trace,
     TraceRequest,
     arena,
+    day,
     mix,
     mooncake,
     production,
@@ -251,6 +252,31 @@ def test_a_mix_has_its_rate_its_shares_and_its_lengths():
     assert sent["servegen-1"] / sent["servegen-3"] == pytest.approx(3.0, rel=0.15)
     assert mean(request.input_tokens for request in trace.requests) == pytest.approx(175, rel=0.02)
     assert {request.output_tokens for request in trace.requests} == {10}
+
+
+def test_a_day_is_sent_as_it_was():
+    """Each client in the windows in which it sent, with its part of the requests."""
+    lengths = lengths_of([(10, 1.0)]), lengths_of([(5, 1.0)])
+
+    def profile(name: str, rates: dict[int, float]) -> Profile:
+        windows = [Window(rates.get(place, 0.0)) for place in range(3 * 144)]
+        return Profile(name, windows, [lengths] * 12)
+
+    first, second = 144, 144 + 100
+    known = [
+        profile("a", {first: 3.0, second: 3.0}),
+        profile("b", {second: 2.0}),
+        profile("c", {0: 9.0}),
+    ]
+    sent = day(known, 1, rate_per_s=0.02)
+    assert (sent.duration_s, len(sent.requests)) == (86_400.0, pytest.approx(1728, rel=0.1))
+    counts = Counter((one.client, int(one.arrival_s // 600)) for one in sent.requests)
+    assert counts.keys() == {("a", 0), ("a", 100), ("b", 100)}
+    assert counts["a", 0] == pytest.approx(counts["a", 100], rel=0.2)
+    assert counts["b", 100] == pytest.approx(counts["a", 0] * 2 / 3, rel=0.2)
+    assert day(known, 1, rate_per_s=0.02) == sent
+    with pytest.raises(ValueError, match="no request"):
+        day(known, 2, rate_per_s=0.02)
 
 
 def test_a_profile_sends_when_it_did_and_what_it_did():

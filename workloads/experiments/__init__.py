@@ -8,6 +8,7 @@ the page.
 from collections.abc import Mapping
 
 from workloads.experiments import (
+    beyond_batches,
     beyond_deadlines,
     beyond_equity,
     beyond_frontier,
@@ -37,6 +38,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         fairserve.Abuse, fairserve.Delay, fairserve.Table3, fairserve.Table4, beyond_equity.Equity, qlm_waits.Waits,
         qlm.Blocking, qlm.Drain, qlm.Sweep, qlm.Ablation, qlm.Models, qlm.Hardware, qlm.Mega, qlm.Queues, qlm.Overhead,
         qlm.Needed, beyond_deadlines.Shared, beyond_routers.Routers, beyond_isolation.Isolation,
-        beyond_placement.Contest, beyond_frontier.Frontier, beyond_isolation.Target,
+        beyond_placement.Contest, beyond_frontier.Frontier, beyond_isolation.Target, beyond_batches.Batches,
     )
 }  # fmt: skip

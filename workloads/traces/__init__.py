@@ -5,7 +5,7 @@ from pathlib import Path
 
 from workloads.traces.arena import arena
 from workloads.traces.mooncake import mooncake, production
-from workloads.traces.servegen import Profile, mix, servegen
+from workloads.traces.servegen import Profile, day, mix, servegen
 from workloads.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Trace",
     "TraceRequest",
     "arena",
+    "day",
     "find_trace",
     "mix",
     "mooncake",

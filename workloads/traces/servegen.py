@@ -24,6 +24,8 @@ NAME = "servegen"
 
 WINDOW_S = 600.0
 LENGTHS_S = 21_600.0
+DAY_S = 86_400.0
+_DAY_WINDOWS = 144
 
 _SMALLEST_SHAPE = 0.01
 """With a smaller one, a single gap can outlast the trace."""
@@ -119,19 +121,40 @@ def mix(
     for k, weight in enumerate(weights):
         rng = seeded(seed, NAME, k)
         expected = rate_per_s * duration_s * weight / sum(weights)
-        requests += _requests(profiles[k % len(profiles)], f"{NAME}-{k + 1}", expected, duration_s, rng)
+        profile = profiles[k % len(profiles)]
+        parts = _parts(profile, rng.choice(profile.active), duration_s)
+        requests += _requests(parts, f"{NAME}-{k + 1}", expected, rng)
     requests.sort(key=lambda request: request.arrival_s)
     return Trace(NAME, requests, duration_s)
 
 
-def _requests(
-    profile: Profile, client: str, expected: float, duration_s: float, rng: Random
-) -> Iterator[TraceRequest]:
+def day(profiles: Sequence[Profile], number: int, *, rate_per_s: float, seed: str = "0") -> Trace:
+    """A day, from 0 on, of the profiles' clients as they sent side by side, each with its part of `rate_per_s` in all.
+    Raises ValueError where nobody sends on that day."""
+    first = number * _DAY_WINDOWS
+    parts = {one.name: _parts(one, first, DAY_S) for one in profiles if first < len(one.windows)}
+    sent = {name: _expected(some) for name, some in parts.items() if some}
+    requests: list[TraceRequest] = []
+    for name, count in sent.items():
+        expected = rate_per_s * DAY_S * count / sum(sent.values())
+        requests += _requests(parts[name], name, expected, seeded(seed, NAME, "day", number, name))
+    requests.sort(key=lambda request: request.arrival_s)
+    return Trace(NAME, requests, DAY_S)
+
+
+_Parts: TypeAlias = Sequence[tuple[float, float, Window, tuple[Lengths, Lengths]]]
+"""Start, length and contents of windows."""
+
+
+def _expected(parts: _Parts) -> float:
+    """Requests, by the windows' own rates."""
+    return sum(length_s * window.rate_per_s for _, length_s, window, _ in parts)
+
+
+def _requests(parts: _Parts, client: str, expected: float, rng: Random) -> Iterator[TraceRequest]:
     """One client's requests. Time runs in gaps: a window lasts as many as requests are expected in it."""
-    first = rng.choice(profile.active)
-    parts = _parts(profile, first, duration_s)
-    total = sum(length_s * window.rate_per_s for _, length_s, window, _ in parts)
-    gaps = profile.windows[first].rest_of_gap(rng)
+    total = _expected(parts)
+    gaps = parts[0][2].rest_of_gap(rng)
     for start_s, length_s, window, (inputs, outputs) in parts:
         per_s = window.rate_per_s * expected / total
         while gaps < per_s * length_s:
@@ -142,10 +165,8 @@ def _requests(
         gaps -= per_s * length_s
 
 
-def _parts(
-    profile: Profile, first: int, duration_s: float
-) -> list[tuple[float, float, Window, tuple[Lengths, Lengths]]]:
-    """Start, length and contents of the active windows from `first` on; the last is followed by the first."""
+def _parts(profile: Profile, first: int, duration_s: float) -> _Parts:
+    """The active windows from `first` on; the last is followed by the first."""
     parts = []
     for step in range(ceil(duration_s / WINDOW_S)):
         place = (first + step) % len(profile.windows)
@@ -157,8 +178,6 @@ def _parts(
 
 
 # ---- files and stand-ins
-
-_DAY_WINDOWS = 144
 
 
 def servegen(path: Path | None = None, *, count: int = 24, seed: str = "0") -> tuple[Profile, ...]:

@@ -1,0 +1,313 @@
+"""A batch under the interactive load of a day: what of the spare capacity it uses, and what that costs the others."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import exp
+from pathlib import Path
+
+import numpy as np
+
+from workloads.experiments.claims import Part, Table, at_least, at_most
+from workloads.experiments.contract import CURVES, Cell, Experiment, Json, Measured, Result, Row, TrafficSpec
+from workloads.experiments.senders import CODEC, filler_tokens
+from workloads.plots import Figure, Panel
+from workloads.programs.prose import seeded
+from workloads.records import Records, RequestRecord
+from workloads.session import Plan
+from workloads.simulation import Site, describe
+from workloads.simulation.feeding import BATCH, Answered, Fed, Feed, Line
+from workloads.traces import Trace, day, servegen
+
+PROFILES = Path(__file__).parents[3] / "shared" / "data" / "servegen_m-mid"
+DAY = 1
+"""Of the profiles' fourteen, from 0: the first one on which four clients send, and the load falls by half."""
+HOURS = 24
+LASTING = 4
+"""Times the lines are not over before the day, however fast they go."""
+RATE_PER_S = 6.0
+LINES = 50_000
+INSTRUCTIONS, PROMPT_TOKENS, OUTPUT_TOKENS = 256, 512, 128
+"""Of a line: what all have in common, the median of its own, and the mean of its answer."""
+LONGEST_PROMPT, LONGEST_OUTPUT = 8_000, 1_000
+OFF_PEAK = 6
+"""Hours."""
+BINS = 48
+WITHIN = 1.05
+FILLED = 0.9
+
+TOKEN_MS = 13.0
+OTHER_MS = (12.0, 16.0)
+LIGHT = 0.1
+STALL_MS = 20.0
+
+PLAIN: Mapping[str, Json] = {
+    "placement": "d2lpm",
+    "policy": "dlpm",
+    "target_tpot_ms": None,
+    "ignore_eos": False,
+}
+MIXED: Mapping[str, Json] = {"mixed_chunk": True}
+SHORT: Mapping[str, Json] = {"mixed_chunk": True, "stall_ms": STALL_MS}
+STOCK: Mapping[str, Json] = {
+    "policy": "fcfs",
+    "placement": "cache_aware",
+    "stall_ms": 0.0,
+    "target_tpot_ms": 0.0,
+}
+
+
+class Lines(Sequence[Line]):
+    """Each is made when it is asked for."""
+
+    def __init__(self, many: int, seed: str) -> None:
+        self._many, self._seed = many, seed
+
+    def __len__(self) -> int:
+        return self._many
+
+    def __getitem__(self, place: int) -> Line:  # type: ignore[override]
+        rng = seeded(self._seed, "line", place)
+        tokens = min(max(16, round(PROMPT_TOKENS * exp(rng.gauss(0.0, 0.6)))), LONGEST_PROMPT)
+        own = filler_tokens(f"{self._seed}/line/{place}", tokens)
+        answer = min(1 + int(rng.expovariate(1 / OUTPUT_TOKENS)), LONGEST_OUTPUT)
+        return Line(filler_tokens("instructions", INSTRUCTIONS) + own, answer)
+
+
+class Batches(Experiment):
+    id = "beyond-batches"
+    title = "A batch under a day of interactive load"
+    source = "beyond the papers; what operators ask of batches"
+    about = f"""One A100 with Llama-3.1-8B. Interactive are four clients of production on one day (ServeGen, `m-mid`),
+        at {RATE_PER_S:.0f} requests/s in the mean: as bursty as they were, each in its part of the load and at its
+        times. A batch of {LINES:,} lines, {INSTRUCTIONS} tokens of instructions and {PROMPT_TOKENS} of its own in
+        the median, {OUTPUT_TOKENS} of answer, is sent by the feeder's own code. The day lasts four hours: that is
+        what the batch lasts, and gaps between requests, which are what a queue feels, are those of that rate all the
+        same. Where the feeder has no bound, and for the other rules, the batch is {LASTING} times as long, so that it
+        lasts the day too. Idle is the time in which the engine has nothing to do, without the batch; spare capacity
+        is what the batch gets where nothing holds it back."""
+
+    lengths_s = (4 * 3600.0, 600.0)
+    seeds = ("0",)
+
+    def rows(self, full: bool, length_s: float) -> Iterable[Row]:
+        def row(
+            name: str,
+            label: str,
+            fields: Mapping[str, Json],
+            times: int = 1,
+            lines: int = LINES,
+            **feed: Json,
+        ) -> Row:
+            sent = {"lines": times * (lines if full else min(lines, 1_500)), **feed}
+            return Row(name, Site(**{**PLAIN, **fields}), TrafficSpec("day", sent), label)
+
+        light = {"client_weights": {BATCH: LIGHT}}
+        strict = {"client_weights": {BATCH: 1e-6}, "stall_ms": 0.0, "target_tpot_ms": 0.0}
+        yield row("alone", "alone", {}, lines=0)
+        yield row("alone.short", "alone, short mixed steps", SHORT, lines=0)
+        yield row("paced.short", "paced, short mixed steps", SHORT, token_ms=TOKEN_MS)
+        yield row("unbounded", "no bound", {}, times=LASTING)
+        for token_ms in OTHER_MS:
+            label = f"the same, {token_ms:g} ms"
+            yield row(f"paced.short.{token_ms:g}", label, SHORT, token_ms=token_ms)
+        yield row("paced.short.light", f"the same, weight {LIGHT:g}", {**SHORT, **light}, token_ms=TOKEN_MS)
+        yield row("paced", "paced", {}, token_ms=TOKEN_MS)
+        yield row("off-peak", f"no bound, the {OFF_PEAK} quietest hours", {}, hours=OFF_PEAK)
+        yield row("alone.mixed", "alone, mixed steps", MIXED, lines=0)
+        yield row("paced.mixed", "paced, mixed steps", MIXED, token_ms=TOKEN_MS)
+        yield row("unbounded.mixed", "no bound, mixed steps", MIXED, times=LASTING)
+        yield row("strict", "strict priority, prompts first", strict, times=LASTING)
+        yield row("stock", "FCFS, prompts first", STOCK, times=LASTING)
+
+    def plan(self, length_s: float) -> Plan:
+        return Plan(length_s, connections_per_client=1_000_000, sample_s=length_s, token_step_s=5.0)
+
+    def run(self, cell: Cell, seed: str) -> Measured:
+        sent, length_s = cell.traffic.arguments, cell.plan.duration_s
+        trace = _day(length_s, seed)
+        clients = trace.clients(CODEC, seed=seed)
+        feed = None
+        if sent["lines"]:
+            token_ms = sent.get("token_ms")
+            from_s, until_s = _quiet(trace, sent["hours"]) if "hours" in sent else (0.0, length_s)
+            feed = Feed(
+                Lines(sent["lines"], seed),
+                token_s=None if token_ms is None else token_ms / 1000,
+                from_s=from_s,
+                until_s=until_s,
+            )
+        manifest = describe(cell.site, clients, cell.plan, seed=seed, workload=cell.traffic.name)
+        with Records(None, manifest) as records:
+            fed = Fed(cell.site, clients, cell.plan, records, seed=seed, feed=feed)
+            fed.run()
+        answered = fed.feeding.answered if fed.feeding else []
+        busy_s = sum(replica.meters.busy_s for replica in fed.replicas)
+        values = _measure(records.run.requests, answered, length_s)
+        return Measured({**values, "busy": min(1.0, busy_s / length_s)}, fed.cluster.now_s)
+
+    def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
+        alone, ours = at["alone"], at["paced.short"]
+        over = {
+            name: {what: one[what] / alone[what] for what in ("ttft_p99_s", "tpot_p99_ms")}
+            for name, one in at.items()
+        }
+        idle = {name: _idle_filled(one, alone) for name, one in at.items()}
+        spare = {name: _spare_used(one, at["unbounded"]) for name, one in at.items()}
+        ttft, tpot = over["paced.short"].values()
+        same = at["alone.short"]
+        worst = at["unbounded"]
+        yield at_most(
+            max(ttft, tpot), WITHIN, 1.1
+        ).claim(f"""A batch under interactive load leaves it its P99, within
+            5 %, with `--enable-mixed-chunk`, `--stall-ms {STALL_MS:g}` and `--batch-token-ms {TOKEN_MS:g}` | |
+            TTFT P99 {ttft:.2f}×, TPOT P99 {tpot:.2f}× of alone with the defaults; of alone with the same steps
+            {ours["ttft_p99_s"] / same["ttft_p99_s"]:.2f}× and {ours["tpot_p99_ms"] / same["tpot_p99_ms"]:.2f}× |
+            Prompts of lines are computed in the steps in which interactive ones wait.""")
+        yield at_least(
+            idle["paced.short"] or 0.0, FILLED, 0.5
+        ).claim(f"""At least 90 % of the idle time is filled | |
+            {idle["paced.short"]:.1%} of {1 - alone["busy"]:.1%} of the day""")
+        yield at_least(
+            spare["paced.short"] or 0.0, FILLED, 0.3
+        ).claim(f"""At least 90 % of the spare capacity is used
+            | | {spare["paced.short"]:.0%}; without a bound {spare["unbounded"]:.0%} | More lines in flight make each
+            step longer, and TTFT and TPOT with it: the P99 would not be kept.""")
+        yield at_most(
+            over["unbounded"]["tpot_p99_ms"], WITHIN, 1.5
+        ).claim(f"""Without a bound too | | TTFT P99
+            {over["unbounded"]["ttft_p99_s"]:.2f}×, TPOT P99 {over["unbounded"]["tpot_p99_ms"]:.2f}×, the median
+            {worst["tpot_p50_ms"] / alone["tpot_p50_ms"]:.2f}× | A line's client has its share of the engine like any
+            other, and interactive requests get their tokens in the same steps.""")
+        yield _table(at, over, idle, spare)
+        yield _figure(at)
+        yield {
+            "ttft_p99": ttft,
+            "tpot_p99": tpot,
+            "idle_filled": idle["paced.short"],
+            "spare": spare["paced.short"],
+        }
+
+
+def _day(length_s: float, seed: str) -> Trace:
+    """A day at the mean rate, in so many seconds. ValueError where the profiles are not there."""
+    if not PROFILES.exists():
+        raise ValueError(
+            f"ServeGen's profiles (https://github.com/alibaba/ServeGen, m-mid) are not at {PROFILES}"
+        )
+    profiles = servegen(PROFILES)
+    return day(profiles, DAY, rate_per_s=RATE_PER_S * length_s / 86_400.0, seed=seed).at_rate(RATE_PER_S)
+
+
+def _quiet(trace: Trace, hours: int) -> tuple[float, float]:
+    """From when to when in which so many hours of the day the least tokens are asked for."""
+    hour_s = trace.duration_s / HOURS
+    tokens = [0] * HOURS
+    for one in trace.requests:
+        tokens[int(one.arrival_s / hour_s)] += one.output_tokens
+    first = min(range(HOURS - hours + 1), key=lambda hour: sum(tokens[hour : hour + hours]))
+    return first * hour_s, (first + hours) * hour_s
+
+
+def _measure(
+    requests: Sequence[RequestRecord], answered: Sequence[Answered], length_s: float
+) -> dict[str, Json]:
+    served = [one for one in requests if one.outcome == "ok" and one.token_times]
+    came_s = np.array([one.t_intended_s for one in served])
+    ttft_s = np.array([one.token_times[0][0] - one.t_intended_s for one in served])
+    tpot_ms = np.array([_tpot_ms(one) for one in served])
+    edges = np.linspace(0.0, length_s, BINS + 1)
+    which = np.digitize(came_s, edges) - 1
+    interactive = np.histogram(came_s, edges, weights=[one.output_tokens for one in served])[0]
+    done_s = [one.t_s for one in answered]
+    batch = np.histogram(done_s, edges, weights=[one.output_tokens for one in answered])[0]
+    last_s = min(length_s, max(done_s, default=0.0))
+    found: dict[str, Json] = {
+        "requests": len(requests),
+        "failed": sum(one.outcome == "failed" for one in requests),
+        "lines": len(answered),
+        "lines_per_s": len(answered) / last_s if answered else 0.0,
+        "lines_tokens": sum(one.prompt_tokens + 2 * one.output_tokens for one in answered) / length_s,
+    }
+    for name, values in (("ttft_{}_s", ttft_s), ("tpot_{}_ms", tpot_ms)):
+        for part in (50, 99):
+            found[name.format(f"p{part}")] = _percentile(values, part)
+    found[CURVES] = {
+        "hours": list((edges[:-1] + edges[1:]) / 2 * HOURS / length_s),
+        "ttft_p99_s": [_percentile(ttft_s[which == place], 99) for place in range(BINS)],
+        "tpot_p99_ms": [_percentile(tpot_ms[which == place], 99) for place in range(BINS)],
+        "interactive": list(interactive * BINS / length_s),
+        "batch": list(batch * BINS / length_s),
+    }
+    return found
+
+
+def _tpot_ms(one: RequestRecord) -> float:
+    """NaN for an answer of one token."""
+    (first_s, _), (last_s, tokens) = one.token_times[0], one.token_times[-1]
+    return 1000 * (last_s - first_s) / (tokens - 1) if tokens > 1 else float("nan")
+
+
+def _percentile(values: "np.ndarray", part: int) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(np.percentile(known, part)) if len(known) else None
+
+
+def _idle_filled(one: Result, alone: Result) -> float | None:
+    """Of the time in which the engine had nothing to do."""
+    idle = 1 - alone["busy"]
+    return (one["busy"] - alone["busy"]) / idle if one["lines"] and idle > 0 else None
+
+
+def _spare_used(one: Result, most: Result) -> float | None:
+    """Of what the batch gets where nothing holds it back, and all interactive requests are served."""
+    return one["lines"] / most["lines"] if one["lines"] else None
+
+
+def _table(
+    at: Mapping[str, Result],
+    over: Mapping[str, Mapping[str, float]],
+    idle: Mapping[str, float | None],
+    spare: Mapping[str, float | None],
+) -> Table:
+    head = """| TTFT P50 s | TTFT P99 s | over alone | TPOT P50 ms | TPOT P99 ms | over alone | lines | lines/s |
+        idle time filled | spare used"""
+    rows = []
+    for name, one in at.items():
+        ratios = over.get(name, {})
+        rows.append(
+            [
+                one.cell.title,
+                one.median("ttft_p50_s"),
+                one.median("ttft_p99_s"),
+                ratios.get("ttft_p99_s"),
+                one.median("tpot_p50_ms"),
+                one.median("tpot_p99_ms"),
+                ratios.get("tpot_p99_ms"),
+                one["lines"] or None,
+                one["lines_per_s"] or None,
+                idle[name],
+                spare[name],
+            ]
+        )
+    return Table("The day", f"cell {head}", rows)
+
+
+def _figure(at: Mapping[str, Result]) -> Figure:
+    shown = {"alone": "alone", "paced.short": "with batch, paced", "unbounded": "with batch, no bound"}
+
+    def lines(what: str) -> dict[str, tuple[Sequence[float], Sequence[float | None]]]:
+        curves = {label: at[name].first[CURVES] for name, label in shown.items()}
+        return {label: (found["hours"], found[what]) for label, found in curves.items()}
+
+    paced, bare = (at[name].first[CURVES] for name in ("paced.short", "unbounded"))
+    tokens = {
+        "interactive": (paced["hours"], paced["interactive"]),
+        "batch, paced": (paced["hours"], paced["batch"]),
+        "batch, no bound": (bare["hours"], bare["batch"]),
+    }
+    panels = [
+        Panel("TTFT P99, s", lines("ttft_p99_s"), x="hour of the day"),
+        Panel("TPOT P99, ms", lines("tpot_p99_ms"), x="hour of the day"),
+        Panel("output tokens/s", tokens, x="hour of the day"),
+    ]
+    caption = "Interactive requests by when they came, and output tokens of both, in half hours of the day."
+    return Figure("day", caption, [[one] for one in panels])
