@@ -14,7 +14,8 @@ A request of L prompt tokens, of which m_w are cached at w and at most m* anywhe
 
 Of these it goes where T_w + (1 + `delayed` · n_w) · w_e · (m* - m_w) + `delayed` · n'_w · w_e · (L - m_w) is least:
 what w serves until it has served B[i,w], P[i,w] and this request if it serves clients in turns (`queues`), and what it
-costs the n_w requests in flight there, of which each client counts up to eight (n'_w).
+costs the n_w requests in flight there, of which each client counts up to eight (n'_w). For a client with nothing in
+flight the worker of its last request costs half, if no other has more of the prompt: there steps are kept short for it.
 
 Bound: with a fair policy at every worker, clients that wait at every worker differ by at most 2·|W|·(U + Q^u). The
 proof, what each term is for and the trade-offs are in docs/policies.md.
@@ -32,6 +33,8 @@ from router.placement.queues import Account, Queues
 from router.radix import Match
 from sglang_fair.common.weights import Weights
 
+_HOME = 0.5
+"""What the worker of its last request costs a client with nothing in flight."""
 _PREFIXES_KNOWN = 5
 """From this prefix of a client on, what one brings is expected of the next."""
 _PREFIXES_COUNTED = 64
@@ -83,6 +86,10 @@ class D2lpmQueue(Placement):
             longest = match.tokens if at is None else held[at].max()
             costs += (1.0 + self.delayed * queues.in_flight) * (price * (longest - held))
 
+        home = None if account.in_flight else columns.get(account.home)
+        if home is not None and held[home] >= match.tokens:
+            costs[home] *= _HOME
+
         reach = self.worker_quantum * account.weight
         if at is None:
             weighed = costs.tolist()
@@ -106,6 +113,7 @@ class D2lpmQueue(Placement):
         pace, price = float(queues.paces[column]), self._price(request, held)
         outstanding, _, queue = queues.at(account, column)
         brings = self._brings(account, price, self._begins(request, held, match))
+        account.home = worker
         queues.begin(account, column, price * pace, max(0.0, queue - outstanding + brings * pace))
 
     def done(self, ended: Ended, now_s: float) -> None:

@@ -50,6 +50,8 @@ class Account:
     in_flight: int = 0
     prefixes: int = 0
     units: float = 0.0
+    home: str = ""
+    """The worker of its last request."""
     least_sent: float = 0.0
     """No worker was sent less, per capacity."""
 

@@ -8,10 +8,14 @@ This rule makes the engine's time a shared resource:
     the rule    a prefill step is formed unless a client that runs, other than the one whose prompt is next, is more
                 than `patience_s` behind. If one is, the engine decodes
     chunks      no step takes longer than `stall_s` while another client is here (`chunk_tokens`)
+    backlogged  a client whose last prompt waited longer than `BACKLOGGED` times `stall_s`: its share of service
+                holds it up, not a step. Where steps are mixed it has a token in each, and no more: no step is
+                shorter and none is left out for it. While all who are here, or were lately, are backlogged, a step
+                may take `ALONE` times as long
     target      a client's prompts are held back while a token would take longer than `target_s`, the client has more
                 of the requests that run than its share, and another client has fewer (`holds_back`)
 
-Bound: over any time T in which a client runs it is served for at least
+Bound: over any time T in which a client runs, and is not backlogged where steps are mixed, it is served for at least
 share · T - patience - (1 + unseen) · share · L, L the longest prefill step. Prefill steps that are `forced`, because
 there is no memory for a decode step, do not count. Prompts get 1 - share of the time. The rule only chooses between two
 kinds of work: the engine is never idle for it. Proofs, and why a client at its share is never held back:
@@ -46,8 +50,12 @@ PACE = 1.25
 RECENT_S = 60.0
 """A client that left so long ago may come back at any time."""
 
-ALONE = 3
-"""A client that is alone may have prefill steps this many times as long."""
+ALONE = 4
+"""So many times as long may prefill steps be for a client that is alone, and for clients that are backlogged."""
+
+BACKLOGGED = 8
+"""A prompt that is next waits for one step at most, and one more where a prompt was cut. So one that waited for so many
+times `stall_s`, two of the longest steps, waited for its turn."""
 
 LONGEST_STEP_S = 10.0
 """A longer step counts as so long: then the machine stood still, and no client made it."""
@@ -99,6 +107,7 @@ class Present:
     """The number of steps that were over when it began to decode."""
     running: int = 0
     """Of its requests: those that were admitted."""
+    backlogged: bool = False
 
 
 class PromptsFirst(Listener):
@@ -168,8 +177,10 @@ class Steps(PromptsFirst):
         self._present: dict[str, Present] = {}
         self._weight = 0.0
         """Of all that are present."""
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Clients that left lately: when, and their lag."""
+        self._left: OrderedDict[str, tuple[float, Present]] = OrderedDict()
+        """Clients that left lately, and when."""
+        self._light = 0
+        """Clients that are here, or were lately, and are not backlogged."""
         self._decoding: dict[str, Present] = {}
         self._lagging: dict[str, Present] = {}
         """Those that decode and have a lag. A decode step changes no others."""
@@ -204,8 +215,13 @@ class Steps(PromptsFirst):
         present = self._present.get(client)
         if present is None:
             self._forget_old()
-            _, lag_s = self._left.pop(client, (0.0, 0.0))
-            present = self._present[client] = Present(self._weights.of(client), lag_s)
+            if client in self._left:
+                _, present = self._left.pop(client)
+                present.weight = self._weights.of(client)
+            else:
+                present = Present(self._weights.of(client))
+                self._light += 1
+            self._present[client] = present
             self._weight += present.weight
         present.requests += 1
 
@@ -221,13 +237,14 @@ class Steps(PromptsFirst):
                 self._weight -= present.weight
             else:  # it outweighed all others together: of a difference, rounding would leave nothing right
                 self._sum_weights()
-            self._left[client] = self._now_s, present.lag_s
-            self._left.move_to_end(client)
+            self._left[client] = self._now_s, present
 
     def admit(self, job: Job) -> None:
         if job.system:
             return
         present = self._present[job.client]
+        if not job.retractions and job.waited_for is None:  # what it waited for was its turn
+            self._judge(present, self._now_s - job.arrived_s > BACKLOGGED * self.stall_s)
         present.running += 1
         self._running += 1
         if present.running == 1:
@@ -313,10 +330,9 @@ class Steps(PromptsFirst):
         return self._tokens.expected_s(requests)
 
     def chunk_tokens(self) -> int:
-        if len(self._present) < 2:
-            self._forget_old()
-            if not self._left:
-                return ALONE * int(self._chunks.tokens)
+        self._forget_old()
+        if (len(self._present) < 2 and not self._left) or (self.mixes and not self._light):
+            return ALONE * int(self._chunks.tokens)
         if self._mixed_s():
             return int(min(self._chunks.tokens, self._paced.tokens))
         return int(self._chunks.tokens)
@@ -378,7 +394,7 @@ class Steps(PromptsFirst):
         if self._steps < self._counts_from:
             return
         for client, present in self._decoding.items():
-            if present.joined == self._steps:
+            if present.joined == self._steps or (mixed and present.backlogged):
                 continue
             due_s = duration_s * self._share(present)
             served_s = decoded_s
@@ -398,8 +414,8 @@ class Steps(PromptsFirst):
 
     def lag_s(self, client: str) -> float:
         """The lag of a client that is here, or was lately; else 0."""
-        present = self._present.get(client)
-        return self._left.get(client, (0.0, 0.0))[1] if present is None else present.lag_s
+        present = self._present.get(client) or self._left.get(client, (0.0, None))[1]
+        return 0.0 if present is None else present.lag_s
 
     def status(self) -> Mapping[str, Any]:
         """JSON-ready."""
@@ -440,12 +456,14 @@ class Steps(PromptsFirst):
         return PACE * self._tokens.solo_s * self._weight / below if below else inf
 
     def _mixed_s(self) -> float:
-        """The longest mixed step that those who decode pay for, apart from the client with the most of the requests
-        that run; 0: no other decodes, or there are no mixed steps. O(clients that run)."""
+        """The longest mixed step that the clients that decode pay for, apart from those that are backlogged and the
+        one with the most of the requests that run; 0: no other decodes, or there are no mixed steps. O(clients that
+        run)."""
         if not self.mixes or len(self._runners) < 2 or not self._decoding:
             return 0.0
         heaviest = max(self._runners.values(), key=lambda one: one.running / one.weight)
-        share = max((self._share(one) for one in self._decoding.values() if one is not heaviest), default=0.0)
+        light = (one for one in self._decoding.values() if one is not heaviest and not one.backlogged)
+        share = max(map(self._share, light), default=0.0)
         usual_s = self._tokens.usual_s(self._decoding_requests) or self._decode_s
         return MIXED * usual_s / share if share else 0.0
 
@@ -464,9 +482,14 @@ class Steps(PromptsFirst):
         else:
             self._behind.discard(client)
 
+    def _judge(self, present: Present, backlogged: bool) -> None:
+        self._light += present.backlogged - backlogged
+        present.backlogged = backlogged
+
     def _forget_old(self) -> None:
         while self._left:
-            client, (left_s, _) = next(iter(self._left.items()))
+            client, (left_s, present) = next(iter(self._left.items()))
             if left_s > self._now_s - RECENT_S:
                 return
             del self._left[client]
+            self._light -= not present.backlogged

@@ -78,6 +78,10 @@ class Config(Fairness):
             name, self.policy_options, quantum=self.quantum, weights=Weights(self.client_weights)
         )
 
+    def mixes(self, policy: str) -> bool:
+        """Whether steps for prompts are to have a token for each running request. ValueError as of `make_policy`."""
+        return self.mixed_chunk == "on" and self.stall_ms > 0 and self.make_policy(policy).shares_steps
+
     def with_weights(self, weights: Mapping[str, float]) -> "Config":
         """With these weights in place of the same clients' old ones. ValueError for a bad one."""
         return replace(self, client_weights={**self.client_weights, **checked_weights(weights)})
@@ -143,6 +147,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(setting.argument, metavar=setting.metavar, help=text.replace("%", "%%"))
 
 
+UNMIXED = (
+    "speculative_algorithm", "pp_size", "enable_pdmux", "enable_hisparse", "enable_prefill_cp",
+    "enable_megamoe_for_layernorm_sp", "enable_encoder_swa_bounded_replay",
+)  # fmt: skip
+"""Arguments of SGLang with which it refuses mixed chunks, or with which steps are not formed one after the other."""
+
+
 def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, str] = os.environ) -> None:
     """Move the given arguments into `environ`, and the policy out of it. SystemExit on a bad value."""
     for setting in SETTINGS.values():
@@ -160,9 +171,13 @@ def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, 
     if chosen in SERVER_POLICIES:
         refuse_combinations(arguments, environ)
     try:
-        check(read(environ), chosen)
+        config = check(read(environ), chosen)
+        ours = SERVER_POLICIES.get(chosen or "")
+        mixes = ours is not None and config.mixes(ours)
     except ValueError as error:
         raise SystemExit(f"sglang-fair: {error}") from None
+    if mixes and all(getattr(arguments, name, None) in (None, False, 1) for name in UNMIXED):
+        arguments.enable_mixed_chunk = True
 
 
 def check(config: Config, chosen: str | None) -> Config:

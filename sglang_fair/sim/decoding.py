@@ -224,9 +224,9 @@ class Decoding:
 
     # ---- requests
 
-    def _task(self, request: SimRequest) -> Task:
-        """A new request. Its output limit is cut to what the pool holds, so that it always fits when it is alone;
-        `output_limit` 0 means that its prompt does not fit at all."""
+    def _task(self, request: SimRequest, now_s: float) -> Task:
+        """A request that comes now. Its output limit is cut to what the pool holds, so that it always fits when it is
+        alone; `output_limit` 0 means that its prompt does not fit at all."""
         prompt_tokens = len(request.tokens) // TOKEN_BYTES
         pool_tokens = self.settings.pages * self.settings.page_tokens
         most = max(
@@ -236,6 +236,7 @@ class Decoding:
         job = Job(
             prompt_tokens=prompt_tokens,
             max_output_tokens=most,
+            arrived_s=now_s,
             **{name: getattr(request, name) for name in OF_JOB},
         )
         limit = max(1, min(request.output_tokens, most)) if fits else 0

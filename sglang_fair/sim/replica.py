@@ -65,7 +65,7 @@ class Replica(Prompts):
         """
         self._catch_up(now_s)
         self.admission.tick(now_s)
-        task = self._task(request)
+        task = self._task(request, now_s)
         reason = self.admission.refuses(task.job) if task.output_limit else "longer than the KV cache"
         if reason is not None:
             self._events.append(Refused(request.id, now_s, reason))

@@ -60,6 +60,7 @@ def test_every_setting_of_fairness_reaches_sglang_s_server(tmp_path: Path) -> No
         "--fair-quantum": "500.0",
         "--fair-options": "patience=3",
         "--fair-stall-ms": "50.0",
+        "--fair-mixed-chunk": "off",
         "--fair-target-tpot-ms": "20.0",
         "--fair-payer": "equal",
         "--fair-cost": "linear",

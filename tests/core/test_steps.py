@@ -15,7 +15,16 @@ from sglang_fair.core.fcfs import Fcfs
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
 from sglang_fair.core.step_times import FIRST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS
-from sglang_fair.core.steps import ALONE, LEAST_SHARE, LONGEST_STEP_S, MIXED, RECENT_S, Steps, make_steps
+from sglang_fair.core.steps import (
+    ALONE,
+    BACKLOGGED,
+    LEAST_SHARE,
+    LONGEST_STEP_S,
+    MIXED,
+    RECENT_S,
+    Steps,
+    make_steps,
+)
 from tests.support.budget import examples
 from tests.support.steps import Clients, Engine, Sender
 
@@ -71,8 +80,11 @@ class Metered(Engine):
             senders, AnyOrder(seed, first), self.rule, seed=seed, step_s=lambda requests: DECODE_S
         )
         self.unseen = unseen
+        self.backlogged: dict[str, bool] = {}
+        """Whether the last prompt of a client had waited for long."""
         self.behind_s: Counter[str] = Counter()
-        """By this engine's count: due less served since the client began to run, at least 0 at any time."""
+        """By this engine's count: due less served since the client began to run, at least 0 at any time. Mixed steps
+        count for those alone that are not backlogged."""
         self.worst_s = -inf
         """The largest of these, less what its bound allows."""
         self.growth_s = self.prefills_s = self.held_s = self.held_in_a_row_s = self.longest_hold_s = 0.0
@@ -82,6 +94,7 @@ class Metered(Engine):
 
     def step(self) -> None:
         self.begin()
+        self.begun_s = self.now_s
         running = set(self.by_client())
         if not (batch := self.form(most=1)):
             self.held_in_a_row_s = self.held_in_a_row_s + DECODE_S if self.waiting else 0.0
@@ -91,11 +104,14 @@ class Metered(Engine):
             self.decode()
             return
         (job,), self.held_in_a_row_s = batch, 0.0
+        self.backlogged[job.client] = self.begun_s - job.arrived_s > BACKLOGGED * STALL_S
         decode_s = DECODE_S if self.mixes and running else 0.0
         length_s = job.prompt_tokens * TOKEN_S + decode_s
         self.prefills_s += length_s
         self.prefill_steps += 1
-        self.meter(length_s, running, {**dict.fromkeys(running, decode_s), job.client: length_s})
+        late = [client for client in running if decode_s and self.backlogged.get(client)]
+        served = dict.fromkeys(running, decode_s) | dict.fromkeys([*late, job.client], length_s)
+        self.meter(length_s, running, served)
         ended = [] if self.left[job.id] else [job]
         if decode_s:
             for one in self.running.values():
@@ -407,6 +423,93 @@ def test_mixed_steps_last_as_long_as_those_who_decode_pay_for(
         steps.end(f"light{number}")
         steps.come(f"light{number}")
     assert (steps.chunk_tokens() or 0) == int(steps._chunks.tokens) == steps.whole_tokens() // ALONE
+
+
+# ---- backlogged clients, where steps are mixed
+
+LATE_S = 1.01 * BACKLOGGED * STALL_S
+
+
+def backlogged(*clients: str) -> Clients:
+    """Their prompts waited for long, and are decoding."""
+    steps = Clients(STALL_S, mixes=True)
+    steps.come(*clients, waited_s=LATE_S)
+    steps.decode(*clients)
+    steps.step(DECODE_S, decoded=1, requests=len(clients))
+    return steps
+
+
+def test_steps_are_long_while_all_clients_are_backlogged() -> None:
+    """And no longer once one is here, or was lately, whose prompt did not wait for its turn."""
+    steps = backlogged(*"abc")
+    assert steps.chunk_tokens() == ALONE * FIRST_CHUNK_TOKENS
+    steps.come("light")
+    assert steps.chunk_tokens() == FIRST_CHUNK_TOKENS
+    steps.go("light")
+    assert steps.chunk_tokens() == FIRST_CHUNK_TOKENS
+    steps.tick(1.1 * RECENT_S)
+    assert steps.chunk_tokens() == ALONE * FIRST_CHUNK_TOKENS
+    steps.come("a")
+    assert steps.chunk_tokens() == ALONE * FIRST_CHUNK_TOKENS, "until its next prompt is admitted"
+    steps.begin("a")
+    assert steps.chunk_tokens() == FIRST_CHUNK_TOKENS
+    steps.come("a", waited_s=LATE_S)
+    steps.begin("a")
+    assert steps.chunk_tokens() == ALONE * FIRST_CHUNK_TOKENS
+    alternating = Clients(STALL_S)
+    alternating.come(*"ab", waited_s=LATE_S)
+    alternating.decode(*"ab")
+    assert alternating.chunk_tokens() == FIRST_CHUNK_TOKENS, "there they need decode steps"
+
+
+def test_mixed_steps_hold_up_no_prompts_for_a_backlogged_client() -> None:
+    """A step that could not be mixed does: a client whose requests cannot share one, for logprobs, stops no other's."""
+    steps = backlogged(*"ab")
+    for _ in range(20):
+        steps.step(ALONE * STALL_S, {"b": 4000}, decoded=1)
+        assert steps.may("b")
+        assert steps.lag_s("a") == 0
+    steps.step(STALL_S, {"b": 1000})
+    assert not steps.may("b")
+
+
+def test_a_backlogged_client_that_decodes_sets_no_pace() -> None:
+    gpu, steps = Gpu(0.01, 1e-4), Clients(STALL_S, mixes=True)
+    steps.come("late", waited_s=LATE_S)
+    steps.come(*["flood"] * 9, "light")
+    steps.decode("late", *["flood"] * 9)
+    steps.step(DECODE_S, decoded=1, requests=10)
+
+    def settled() -> int:
+        for _ in range(40):
+            steps.step(gpu.step_s(steps.chunk_tokens()), {"flood": steps.chunk_tokens()}, decoded=1)
+        return steps.chunk_tokens()
+
+    assert gpu.step_s(settled()) == pytest.approx(STALL_S, rel=0.1)
+    steps.decode("light")
+    assert gpu.step_s(settled()) <= 1.05 * MIXED * 3 * gpu.base_s
+
+
+def test_what_a_retracted_request_or_a_shared_prefix_waited_for_was_not_its_turn() -> None:
+    steps = backlogged("a")
+    for job in (Job("", "b", retractions=1), Job("", "c", waited_for=object())):
+        steps.arrive(job)
+        steps.tick(2 * LATE_S)
+        steps.admit(job)
+        assert steps.chunk_tokens() == FIRST_CHUNK_TOKENS
+        steps.finish(job, "finished")
+
+
+@settings(max_examples=examples(50))
+@given(senders(), st.integers(0, 2**20))
+def test_no_flood_makes_a_client_backlogged_whose_prompts_are_first(senders: list[Sender], seed: int) -> None:
+    """So it cannot lengthen the steps for one that keeps to its share: each of its prompts is next when it comes."""
+    calm = Sender("calm", sends=0.2, prompt=(1, 2000), output=(1, 9))
+    made = Metered([calm, *senders], seed, first="calm", mixes=True)
+    for _ in range(200):
+        made.step()
+        assert not made.backlogged.get("calm")
+        assert made.rule.chunk_tokens() <= ALONE * made.rule._chunks.tokens
 
 
 # ---- where it applies

@@ -34,10 +34,40 @@ def adopt(arguments: list[str], environ: dict[str, str]) -> argparse.Namespace:
     parser.add_argument("--dllm-algorithm")
     parser.add_argument("--grpc-mode", action="store_true")
     parser.add_argument("--disaggregation-mode", default="null")
+    parser.add_argument("--enable-mixed-chunk", action="store_true")
+    parser.add_argument("--speculative-algorithm")
+    parser.add_argument("--pp-size", type=int, default=1)
     config.add_arguments(parser)
     namespace = parser.parse_args(arguments)
     config.adopt_arguments(namespace, environ)
     return namespace
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mixes"),
+    [
+        ("--schedule-policy dlpm", True),
+        ("--schedule-policy dlpm --fair-mixed-chunk off", False),
+        ("--schedule-policy dlpm --fair-mixed-chunk off --enable-mixed-chunk", True),
+        ("--schedule-policy dlpm --fair-stall-ms 0", False),
+        ("--schedule-policy fair-fcfs", False),
+        ("--schedule-policy lpm", False),
+        ("--schedule-policy dlpm --speculative-algorithm EAGLE", False),
+        ("--schedule-policy dlpm --pp-size 2", False),
+    ],
+)
+def test_steps_are_mixed_where_they_are_shared_and_sglang_can(arguments: str, mixes: bool) -> None:
+    assert adopt(arguments.split(), {}).enable_mixed_chunk is mixes
+
+
+def test_what_excludes_mixed_steps_is_called_so_by_sglang() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = {action.dest: action.default for action in parser._actions}
+    assert known.keys() >= {*config.UNMIXED, "enable_mixed_chunk"}
+    assert {known[name] for name in config.UNMIXED} <= {None, False, 1}
 
 
 @pytest.mark.parametrize(

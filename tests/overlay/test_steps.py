@@ -20,15 +20,14 @@ HEAVY = "runs 0"
 """Its share is nearly all of the time, so a mixed step serves it for less than it is due, however slow the machine."""
 
 
-@pytest.fixture(scope="module", params=["alone", "mixed"] if is_night() else ["alone"])
+@pytest.fixture(scope="module", params=["on", "off"] if is_night() else ["on"])
 def overlapping(request: pytest.FixtureRequest) -> Iterator[Replica]:
-    """A real server whose loop forms a step before it has seen the last one's end; "mixed": steps of both kinds, as the
-    session's `overlapping` has them."""
-    mixed = ["--enable-mixed-chunk"] if request.param == "mixed" else []
+    """A real server whose loop forms a step before it has seen the last one's end; "off": where steps of both kinds
+    take turns."""
     with Replica(
-        "--policy", "dlpm", "--stall-ms", str(STALL_MS), "--kv-tokens", "8192",
+        "--policy", "dlpm", "--stall-ms", str(STALL_MS), "--mixed-chunk", request.param, "--kv-tokens", "8192",
         "--client-weights", json.dumps({HEAVY: 100}),
-        "--", "--chunked-prefill-size", "256", *mixed, module="tests.support.odd_replica",
+        "--", "--chunked-prefill-size", "256", module="tests.support.odd_replica",
     ) as replica:  # fmt: skip
         yield replica
 

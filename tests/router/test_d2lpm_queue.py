@@ -85,6 +85,7 @@ class Definition:
     sent: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     following: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     begun: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0.0]))
+    last: dict[str, str] = field(default_factory=dict)
 
     def price(self, request: Request, worker: str, match: Match) -> float:
         """Units per capacity."""
@@ -112,7 +113,10 @@ class Definition:
         again = max(match.of(w) for w in workers) - match.of(worker)
         crowd = sum(min(8, sum((r.client, w) == (g, worker) for r, w, _, _ in self.flights)) for g in WEIGHTS)
         own = request.input_tokens - match.of(worker)
-        return m + turns + (1 + self.delayed * n) * again + self.delayed * crowd / CAPACITIES[worker] * own
+        cost = m + turns + (1 + self.delayed * n) * again + self.delayed * crowd / CAPACITIES[worker] * own
+        is_idle = not any(r.client == request.client for r, *_ in self.flights)
+        is_home = is_idle and self.last.get(request.client) == worker and match.of(worker) == match.tokens
+        return cost / 2 if is_home else cost
 
     def place(self, request: Request, worker: str, match: Match) -> None:
         key, units = (request.client, worker), self.price(request, worker, match)
@@ -126,6 +130,7 @@ class Definition:
         else:
             self.following[key] = max(0.0, self.following[key] - units)
         self.sent[key] += units
+        self.last[request.client] = worker
         self.flights.append((request, worker, units, match))
 
     def end(self, number: int, output: int, outcome: str) -> Ended:
@@ -305,6 +310,30 @@ def test_a_conversation_stays_where_its_history_is_under_load():
 
 
 # ---- workers that come and go
+
+
+def test_a_client_with_nothing_in_flight_goes_on_where_it_was_last():
+    """Unless that costs it twice as much, or another worker has more of the prompt."""
+    placement = D2lpmQueue(worker_quantum=INF, delayed=0.0)
+    for worker in ("a", "b"):
+        placement.worker_up(worker)
+
+    def ask(client: str, tokens: int = 100, *, ends: bool = True, **held: int) -> str:
+        request, match = Request("", client, b"", tokens, 0, 0), cached(**held)
+        chosen = placement.place(request, match, [View("a"), View("b")], 0.0)
+        placement.placed(request, chosen, match, 0.0)
+        if ends:
+            placement.done(Ended(request, chosen, match.of(chosen), 0, "ok"), 0.0)
+        return chosen
+
+    assert [ask("light"), ask("flood", 1000, ends=False), ask("flood", 1000, ends=False)] == ["a", "a", "b"]
+    assert ask("one more", 99, ends=False) == "a"
+    assert [ask("light"), ask("new")] == ["a", "b"]
+    assert ask("light", b=50) == "b"
+    assert ask("light", ends=False) == "b"
+    assert ask("light", ends=False) == "a", (
+        "while it has something in flight, it goes wherever it is served first"
+    )
 
 
 def test_a_worker_that_comes_back_is_used_and_not_flooded():

@@ -193,6 +193,7 @@ class EngineModel:
             deadline_s=None if request.slack_s is None else self.steps + request.slack_s,
             tier=request.tier,
             call=request.call,
+            arrived_s=self.steps,
         )
         self.admission.tick(self.steps)
         if self.admission.refuses(job) is not None:

@@ -115,7 +115,7 @@ class Engine:
             id, output = str(self.sent), self.random.randint(*sender.output)
             job = Job(
                 id, sender.client(self.sent), self.random.randint(*sender.prompt), max(1, output),
-                app=sender.label or sender.app,
+                app=sender.label or sender.app, arrived_s=self.now_s,
             )  # fmt: skip
             if sender.calls > 1:
                 job.interaction = str(self.random.randrange(sender.open))
@@ -196,9 +196,10 @@ class Clients(Steps):
         self._waiting: defaultdict[str, list[Job]] = defaultdict(list)
         self._runs: defaultdict[str, list[Job]] = defaultdict(list)
 
-    def come(self, *clients: str) -> None:
+    def come(self, *clients: str, waited_s: float = 0.0) -> None:
+        """`waited_s`: so long ago."""
         for client in clients:
-            self._waiting[client].append(job := Job("", client))
+            self._waiting[client].append(job := Job("", client, arrived_s=self._now_s - waited_s))
             self.arrive(job)
 
     def go(self, client: str) -> None:

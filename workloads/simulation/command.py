@@ -85,13 +85,12 @@ class SimulateOptions(Case):
         int | None, ClusterOption("--chunked-prefill", metavar="N", help="Prompt tokens in one step.")
     ] = None
     mixed_chunk: Annotated[
-        bool,
+        bool | None,
         ClusterOption(
-            "--mixed-chunk",
-            help="Steps for prompts have a token for each running request, as with SGLang's "
-            "--enable-mixed-chunk.",
+            help="Steps for prompts have a token for each running request. [default: where there is a stall "
+            "bound, as in a cluster]",
         ),
-    ] = False
+    ] = None
     replicas: Annotated[str, ClusterOption(metavar="N,...", help="One number, or several to compare.")] = "2"
     quantum: Annotated[
         str,

@@ -72,8 +72,9 @@ class Site:
     page_tokens: int = 16
     max_running: int | None = None
     chunked_prefill_tokens: int | None = None
-    mixed_chunk: bool = False
-    """Batches of prompts have a token for each running request (--enable-mixed-chunk)."""
+    mixed_chunk: bool | None = None
+    """Batches of prompts have a token for each running request (--enable-mixed-chunk). None: where there is a stall
+    bound, as `cluster` has it."""
     cache_share: bool = False
     """Replicas evict fairly among clients, where the policy has shares (--cache-share). False:
     by plain LRU, as in the papers."""
@@ -158,6 +159,13 @@ class Site:
         policy_options.check_together(policy, self.service_cost(), self.payer)
         return policy
 
+    @property
+    def mixes(self) -> bool:
+        """Whether its replicas mix steps."""
+        if self.mixed_chunk is None:
+            return self.stall_ms > 0 and POLICIES[self.policy].shares_steps
+        return self.mixed_chunk
+
     def make_cost_model(self) -> CostModel:
         return make_cost_model(self.engine, read_json)
 
@@ -169,7 +177,7 @@ class Site:
             queue,
             self.cost_of(place, first),
             self.settings(place, first),
-            steps=make_steps(queue.policy, self.stall_ms, self.target_tpot_ms, mixes=self.mixed_chunk),
+            steps=make_steps(queue.policy, self.stall_ms, self.target_tpot_ms, mixes=self.mixes),
             events=events,
             place=place,
             places=self.replicas,
@@ -196,7 +204,7 @@ class Site:
             page_tokens=self.page_tokens,
             ignore_eos=self.ignore_eos,
             cache_share=self.cache_share,
-            mixed_chunk=self.mixed_chunk,
+            mixed_chunk=self.mixes,
             progress_steps=_LONGEST_RUN,
             **{name: value for name, value in given.items() if value is not None},
         )
