@@ -245,7 +245,7 @@ def test_the_policy_that_is_shown_works(page: str) -> None:
 
 
 WORKLOADS = {"tot": "trees", "judge": "judges", "qa": "documents"}
-SCHEDULERS = {"d2lpm": "", "d2lpm-stall": ", stall bound", "vtc": "", "rr": "", "preble": ""}
+SCHEDULERS = {"d2lpm": "", "shipped": ", the default", "vtc": "", "rr": "", "preble": ""}
 """By cell, and what their names have behind placement and policy."""
 
 

@@ -42,11 +42,18 @@ DRAIN_S = 240.0
 """After the last arrival of Figure 7, the well-behaved clients' programs are waited for at most so long."""
 CLIENTS = Scale().good_clients + 1
 
-SHIPPED_STEPS: Mapping[str, Json] = {
-    "stall_ms": Cluster.stall_ms,
-    "target_tpot_ms": Cluster.target_tpot_ms,
-}
-"""Fields of a site whose replicas share steps as `sglang-fair cluster` has it, unless told otherwise."""
+SHIPPED = Scheduler(
+    "shipped default",
+    {
+        "placement": "d2lpm-queue",
+        "policy": Cluster.policy,
+        "quantum": None,
+        "worker_quantum": None,
+        "stall_ms": Cluster.stall_ms,
+        "target_tpot_ms": Cluster.target_tpot_ms,
+    },
+)
+"""As `sglang-fair cluster` runs, unless told otherwise: with its rule of steps, mixed, and its quanta."""
 
 
 @dataclass(frozen=True, slots=True)

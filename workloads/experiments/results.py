@@ -167,7 +167,7 @@ def _stall_bounds(one: Reported) -> str:
     for record in one.records:
         site = record.cell["site"]
         if one.experiment.bounds_steps and POLICIES[site["policy"]].shares_steps:
-            bound = _stall_bound(site["stall_ms"], site["target_tpot_ms"])
+            bound = _stall_bound(site["stall_ms"], site["target_tpot_ms"], site["mixed_chunk"])
             found.setdefault(bound, {})[titles[record.name]] = None
     if not set(found) - {_NO_BOUND}:
         return f"Stall bound: {_NO_BOUND}. The default is {Cluster.stall_ms:g} ms."
@@ -180,7 +180,7 @@ def _stall_bounds(one: Reported) -> str:
     return f"Stall bound: {'; '.join(parts)}."
 
 
-def _stall_bound(stall_ms: float, target_tpot_ms: float | None) -> str:
+def _stall_bound(stall_ms: float, target_tpot_ms: float | None, mixed_chunk: bool | None) -> str:
     if not stall_ms:
         return _NO_BOUND
     default = ", the default" if stall_ms == Cluster.stall_ms else ""
@@ -188,7 +188,7 @@ def _stall_bound(stall_ms: float, target_tpot_ms: float | None) -> str:
         target = "the default target"
     else:
         target = f"a target of {target_tpot_ms:g} ms" if target_tpot_ms else "no target"
-    return f"{stall_ms:g} ms{default}, with {target}"
+    return f"{stall_ms:g} ms{default}, with {target}" + (", steps in turn" if mixed_chunk is False else "")
 
 
 def _provenance(records: Sequence[Record]) -> str:
