@@ -90,7 +90,7 @@ class ClientRequest(RequestResponseCycle):
         self.started_s = 0.0
         """When the answer started, on the monotonic clock."""
         self._listener = listener
-        self._loop = listener.loop
+        self.loop = listener.loop
         self._idle_timeout_s = idle_timeout_s
         self._head = b""
         """What has not been written of it."""
@@ -119,7 +119,7 @@ class ClientRequest(RequestResponseCycle):
         assert not self.started
         self.started = self.response_started = True
         self.waiting_for_100_continue = False
-        self.status, self.started_s = status, self._loop.time()
+        self.status, self.started_s = status, self.loop.time()
         named = {**headers, **self.own_headers}
         if not self.keep_alive:
             named["connection"] = "close"
@@ -131,7 +131,7 @@ class ClientRequest(RequestResponseCycle):
             raise ValueError("a header with a control character in it")
         usual = [b"%b: %b\r\n" % pair for pair in self.default_headers]
         self._head = b"".join((STATUS_LINE[status], *usual, lines.encode("latin-1"), b"\r\n"))
-        self._loop.call_soon(self._flush)
+        self.loop.call_soon(self._flush)
 
     async def piece(self, body: bytes) -> None:
         """Sends a piece, which must not be empty, of an answer without a `content-length`."""

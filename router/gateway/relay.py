@@ -145,7 +145,7 @@ class Relay:
         self._allowance.hold(min(int(announced), limits.max_body_bytes + 1) if announced.isdecimal() else 0)
         pieces: list[bytes] = []
         size = 0
-        loop = asyncio.get_running_loop()
+        loop = self._request.loop
         try:
             until_s = loop.time() + limits.body_timeout_s
             async with asyncio.timeout(min(BODY_TIMEOUT_S, limits.body_timeout_s)) as timeout:
@@ -163,7 +163,7 @@ class Relay:
     async def _while_client_listens(self, raw: bytes, promise: Promise) -> Outcome:
         """Serves the request; cancels that and raises `ClientGone` when the client disconnects."""
         reply, has_left = self._request, False
-        serving = asyncio.current_task()
+        serving = asyncio.current_task(reply.loop)
         assert serving is not None
 
         def leave() -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
 
 import pytest
 import uvloop
@@ -22,6 +23,7 @@ from router.gateway.replicas.connections import (
     NotConnected,
 )
 from tests.support.budget import examples
+from tests.support.virtual_time import run
 
 LIMIT_S = 60.0
 """For what takes no time, on however busy a machine."""
@@ -212,6 +214,41 @@ async def test_a_silent_replica_is_an_error_and_a_slow_reader_is_none() -> None:
         assert await answer.piece() == b"ab"
         with pytest.raises(TimeoutError, match="nothing came for"):
             await answer.piece()
+
+
+class Taken:
+    """A transport that takes everything."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 50.0])
+def test_silence_counts_from_each_request_whatever_the_timer_was_set_to_before(patience_s: float) -> None:
+    async def main() -> None:
+        connection, now_s = Connection(10.0), asyncio.get_running_loop().time
+        connection.connection_made(cast(asyncio.BaseTransport, Taken()))
+        for wait_s in (4.0, 9.0, 9.0):
+            asking = asyncio.create_task(connection.ask(b"", patience_s))
+            await asyncio.sleep(wait_s)
+            connection.data_received(response(b""))
+            await asking
+            assert await connection.read() == b""
+            connection.rest()
+            await asyncio.sleep(7.0)
+        assert connection.is_reusable
+        began_s = now_s()
+        with pytest.raises(TimeoutError, match="nothing came for 10 s"):
+            await connection.ask(b"")
+        assert now_s() - began_s == pytest.approx(10.0)
+        connection.connection_lost(None)
+        await asyncio.sleep(60.0)
+
+    run(main())
 
 
 async def test_nobody_listens() -> None:

@@ -136,7 +136,7 @@ class Quotas:
 
     async def enter(self, known: Known) -> "Ticket | None":
         """A request of a tenant has come; None: it has no limits. `close` the ticket. Raises `ApiError` 429."""
-        if known.tenant is None or known.tenant.limits == _NONE:
+        if known.tenant is None or not known.tenant.limits.model_fields_set:
             return None
         ticket = Ticket(self, known.caller.client, known.tenant.limits)
         try:
@@ -232,9 +232,6 @@ class Quotas:
         task = asyncio.create_task(work)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
-
-
-_NONE = Limits()
 
 
 @dataclass

@@ -60,7 +60,7 @@ class Connection(asyncio.Protocol):
     """One connection, and the answer that arrives on it."""
 
     def __init__(self, idle_timeout_s: float) -> None:
-        self.idle_since_s = 0.0
+        self._idle_since_s = 0.0
         self._idle_timeout_s = idle_timeout_s
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
@@ -96,7 +96,8 @@ class Connection(asyncio.Protocol):
         self._is_asked = True
         self._heard_s = self._loop.time()
         self._patience_s = patience_s
-        self._timer = self._loop.call_later(self._most_silence_s, self._look)
+        if self._timer is None:  # else it looks, and finds how much is left
+            self._timer = self._loop.call_later(self._most_silence_s, self._look)
         self._transport.write(request)
         while not self._has_head:
             await self._wait()
@@ -120,15 +121,21 @@ class Connection(asyncio.Protocol):
             pieces.append(piece)
         return b"".join(pieces)
 
-    def rest(self, now_s: float) -> None:
-        """The request is over; the connection may wait for the next one."""
-        self._is_asked, self.idle_since_s = False, now_s
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    @property
+    def idle_s(self) -> float:
+        """Since its last request was over."""
+        return self._loop.time() - self._idle_since_s
+
+    def rest(self) -> None:
+        """The request is over; the connection may wait for the next one. Its timer goes on unless that is too late a
+        one: most connections are asked again before it is due."""
+        self._is_asked, self._idle_since_s = False, self._loop.time()
+        if self._patience_s:
+            self._stop_looking()
 
     def close(self) -> None:
-        self.rest(0.0)
+        self._is_asked = False
+        self._stop_looking()
         self._transport.abort()
 
     def fail(self, error: Exception) -> None:
@@ -157,11 +164,18 @@ class Connection(asyncio.Protocol):
     def _look(self) -> None:
         """Fails if the replica has been silent for too long. While bytes wait to be read, the silence is our own."""
         silent_s = 0.0 if self._is_paused or self._pieces else self._loop.time() - self._heard_s
-        if silent_s >= self._most_silence_s:
+        if not self._is_asked:
+            self._timer = None
+        elif silent_s >= self._most_silence_s:
             self._timer = None
             self.fail(TimeoutError(f"nothing came for {self._most_silence_s:g} s"))
         else:
             self._timer = self._loop.call_later(self._most_silence_s - silent_s, self._look)
+
+    def _stop_looking(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     # -- asyncio.Protocol
 
@@ -186,6 +200,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """An answer without a length ends with its connection."""
+        self._stop_looking()
         is_bounded = "content-length" in self.headers or "transfer-encoding" in self.headers
         if self._has_head and not is_bounded and error is None:
             self._is_complete = True
@@ -222,7 +237,7 @@ class Connection(asyncio.Protocol):
         self._patience_s = 0.0
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
+        self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
 
     def on_message_complete(self) -> None:
         if self._has_head:
@@ -325,10 +340,10 @@ class Connections:
 
     def take(self, origin: Origin) -> Connection | None:
         """An idle connection that can be used again, if there is one."""
-        now_s, idle = asyncio.get_running_loop().time(), self._idle.get(origin)
+        idle = self._idle.get(origin)
         while idle:
             found = idle.pop()
-            if found.is_reusable and now_s - found.idle_since_s < KEEP_S:
+            if found.is_reusable and found.idle_s < KEEP_S:
                 return found
             found.close()
         return None
@@ -353,11 +368,10 @@ class Connections:
         if not connection.is_reusable:
             connection.close()
             return
-        loop = asyncio.get_running_loop()
-        connection.rest(loop.time())
+        connection.rest()
         self._idle.setdefault(origin, []).append(connection)
         if self._sweeper is None:
-            self._sweeper = loop.call_later(KEEP_S / 3, self._sweep)
+            self._sweeper = asyncio.get_running_loop().call_later(KEEP_S / 3, self._sweep)
 
     def close(self) -> None:
         if self._sweeper is not None:
@@ -380,12 +394,10 @@ class Connections:
         return found
 
     def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        oldest_s = loop.time() - KEEP_S * 2 / 3
         for origin, idle in list(self._idle.items()):
             kept = []
             for connection in idle:
-                if connection.is_reusable and connection.idle_since_s > oldest_s:
+                if connection.is_reusable and connection.idle_s < KEEP_S * 2 / 3:
                     kept.append(connection)
                 else:
                     connection.close()
@@ -393,4 +405,5 @@ class Connections:
                 self._idle[origin] = kept
             else:
                 del self._idle[origin]
+        loop = asyncio.get_running_loop()
         self._sweeper = loop.call_later(KEEP_S / 3, self._sweep) if self._idle else None
