@@ -67,14 +67,8 @@ class RouterGone(Exception):
 class _Asked:
     """One question on the wire. It is repeated until it is answered or held, and fails when its time is over."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        send: Callable[[bytes], bool],
-        question: Question,
-        timeout_s: float,
-    ) -> None:
-        self._loop = loop
+    def __init__(self, send: Callable[[bytes], bool], question: Question, timeout_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[Answer] = self._loop.create_future()
         self.is_held = False
         """The router holds it, so that it need not be repeated."""
@@ -158,7 +152,6 @@ class RouterClient:
         self._echo_s = float("-inf")
         """By `_time`."""
         self._beating: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._name = b"g" + uuid.uuid4().bytes
         self._reader: Reader | None = None
@@ -170,7 +163,6 @@ class RouterClient:
 
     def start(self) -> None:
         """Connects in the background, whether or not a router is there yet."""
-        self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._open()
         if self._beats:
@@ -204,7 +196,7 @@ class RouterClient:
             raise RouterGone(f"no router answers at {self.address}")
         if not question.id:
             question = msgspec.structs.replace(question, id=uuid.uuid4().hex)
-        asked = self._waiting[question.id] = _Asked(self._loop, self._send_behind, question, timeout_s)
+        asked = self._waiting[question.id] = _Asked(self._send_behind, question, timeout_s)
         try:
             if not asked.ask():
                 raise RouterGone(f"no connection to the router at {self.address}")
@@ -253,7 +245,7 @@ class RouterClient:
             self._refusals = Refusals(socket)
         socket.connect(self.address)
         self._reader = Reader(
-            self._loop,
+            asyncio.get_running_loop(),
             socket,
             lambda: self._take(b"".join(socket.recv_multipart(zmq.NOBLOCK))),
         )
