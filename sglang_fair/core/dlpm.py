@@ -118,7 +118,10 @@ class Dlpm(ByClient):
         if job.client not in self._deficits:
             self._welcome(job.client)
         self._queues.put(job)
-        self._seat(job.client)
+        # One behind its client's first changes nothing, unless it brought another weight and that decides what may be
+        # borrowed.
+        if self.borrow or self._queues.head(job.client) is not self._heads.get(job.client):
+            self._seat(job.client)
 
     def leave(self, job: Job) -> None:
         self._borrower = job if self.borrows(job.client) else None
