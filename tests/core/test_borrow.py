@@ -112,12 +112,13 @@ def test_what_is_admitted_without_credit_is_cheap_and_within_the_limit(seed, qua
 def test_a_heavier_weight_lets_a_client_borrow_from_the_request_on_that_brings_it():
     """Its first request costs 60, a quantum is 50."""
     queue = FairQueue(Dlpm(quantum=50, borrow=SHARE))
-    queue.arrive(one := job(1, "f", 60, 0))
-    admit(queue, one)
-    queue.arrive(first := job(2, "f", 1060, 1000))
-    queue.arrive(other := job(3, "g", 60, 0))
+    for served in (job(1, "f", 60, 0), job(2, "g", 1, 0)):
+        queue.arrive(served)
+        admit(queue, served)
+    queue.arrive(first := job(3, "f", 1060, 1000))
+    queue.arrive(other := job(4, "g", 60, 0))
     assert queue.next() is other
-    later = job(4, "f", 1060, 1000)
+    later = job(5, "f", 1060, 1000)
     later.weight, later.weight_version = 2.0, 1
     queue.arrive(later)
     assert queue.next() is first
