@@ -258,8 +258,8 @@ class Listener(HttpToolsProtocol):
         return partial(self._leaving.discard, leave)
 
     def _kind(self) -> Kind | None:
-        """Of a request for replicas."""
-        if self.parser.get_method() != b"POST" or self.parser.should_upgrade():
+        """Of a request for replicas. One that offers another protocol than uvicorn has is served as it is."""
+        if self.parser.get_method() != b"POST" or (self.parser.should_upgrade() and self._should_upgrade()):
             return None
         return KINDS.get(self.url) or KINDS.get(unquote_to_bytes(httptools.parse_url(self.url).path or b""))
 

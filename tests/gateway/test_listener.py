@@ -144,6 +144,18 @@ async def test_an_answer_is_one_piece_and_requests_are_answered_in_order() -> No
     listener.connection_lost(None)
 
 
+async def test_who_offers_another_protocol_is_answered_in_this_one() -> None:
+    async def serve(request: ClientRequest) -> None:
+        await request.answer(200, {}, b"%d" % len(request.headers))
+
+    listener, transport = listen(serve)
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQ\r\n"
+    listener.data_received(CHAT % offer)
+    await turns()
+    assert [(status, body) for status, _, body in Answers(b"".join(transport.written)).found] == [(200, b"5")]
+    listener.connection_lost(None)
+
+
 async def test_all_other_requests_go_to_the_application() -> None:
     async def serve(request: ClientRequest) -> None:
         raise AssertionError
