@@ -3,6 +3,8 @@
 A policy's dataclass defines its options and their types (`options_of`); the policy itself checks the values.
 """
 
+from collections.abc import Mapping
+
 from sglang_fair.common.pairs import split_pairs, typed
 from sglang_fair.common.weights import Weights
 from sglang_fair.core import make_policy, options_of
@@ -11,6 +13,10 @@ from sglang_fair.core.payers import FIRST
 from sglang_fair.core.policy import Policy
 
 Option = int | float | str | bool
+
+SHIPPED: Mapping[str, str] = {"dlpm": "borrow=0.3"}
+"""An option that a replica's policy has unless it is given another value. Without it the policy is the algorithm as its
+paper prints it."""
 
 
 def parse(policy: str, text: str) -> dict[str, Option]:
@@ -26,6 +32,16 @@ def parse(policy: str, text: str) -> dict[str, Option]:
             raise ValueError(f"policy {policy} has no option {key!r:.80}; {has}")
         options[key] = typed(value, known[key], f"option {key}")
     return options
+
+
+def shipped(policy: str, text: str) -> str:
+    """The options in `text`, and the policy's of `SHIPPED` if they do not name that. ValueError as for `parse`."""
+    own = SHIPPED.get(policy, "")
+    return (
+        text
+        if not own or own.partition("=")[0] in parse(policy, text)
+        else ",".join(filter(None, (own, text)))
+    )
 
 
 def make(policy: str, text: str, *, quantum: float | None, weights: Weights) -> Policy:

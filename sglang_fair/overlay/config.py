@@ -75,7 +75,10 @@ class Config(Fairness):
     def make_policy(self, name: str) -> Policy:
         """A new policy object. ValueError for an unknown name, an option that it has not, or a bad value."""
         return policy_options.make(
-            name, self.policy_options, quantum=self.quantum, weights=Weights(self.client_weights)
+            name,
+            policy_options.shipped(name, self.policy_options),
+            quantum=self.quantum,
+            weights=Weights(self.client_weights),
         )
 
     def mixes(self, policy: str) -> bool:

@@ -60,6 +60,16 @@ def test_steps_are_mixed_where_they_are_shared_and_sglang_can(arguments: str, mi
     assert adopt(arguments.split(), {}).enable_mixed_chunk is mixes
 
 
+def test_a_replica_has_the_shipped_option_unless_it_is_given_another_value() -> None:
+    def borrow(policy: str, options: str) -> float:
+        found = config.Config(policy_options=options).make_policy(policy)
+        return found.borrow  # type: ignore[attr-defined, no-any-return]
+
+    assert borrow("dlpm", "") == borrow("dlpm", "patience=3") == 0.3
+    assert borrow("dlpm", "borrow=0,patience=3") == 0
+    assert borrow("slo", "") == 0
+
+
 def test_what_excludes_mixed_steps_is_called_so_by_sglang() -> None:
     from sglang.srt.server_args import ServerArgs
 

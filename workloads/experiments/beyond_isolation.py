@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 
+from sglang_fair.core.options import shipped
 from workloads.clients import Client
 from workloads.experiments.claims import Part, Table, at_least, at_most, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Simulated, TrafficSpec
@@ -239,6 +240,7 @@ def site_of(stack: Stack, **others: float | None) -> Site:
         replicas=REPLICAS,
         placement=stack.placement,
         policy=stack.policy,
+        policy_options=shipped(stack.policy, ""),
         max_running=MAX_RUNNING,
         hop_s=HOP_S,
         **others,  # type: ignore[arg-type]

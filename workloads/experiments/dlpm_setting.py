@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from re import fullmatch
 from typing import ClassVar, NamedTuple
 
+from sglang_fair.core.options import shipped
 from sglang_fair.settings.table import Cluster
 from workloads.clients import SCENARIOS, Client, Scale
 from workloads.experiments.claims import Entry
@@ -47,6 +48,7 @@ SHIPPED = Scheduler(
     {
         "placement": "d2lpm-queue",
         "policy": Cluster.policy,
+        "policy_options": shipped(Cluster.policy, Cluster.policy_options),
         "quantum": None,
         "worker_quantum": None,
         "stall_ms": Cluster.stall_ms,

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 from router.placement import parse_options
 from sglang_fair.common.provenance import cores
+from sglang_fair.core import options as policy_options
 from sglang_fair.settings import table
 from sglang_fair.settings.commands import Option, command, run
 from sglang_fair.settings.program import option_of
@@ -240,7 +241,7 @@ class SimulateOptions(Case):
                 replicas=int(values[0] or 0),
                 quantum=values[1],
                 worker_quantum=values[2],
-                policy_options=of_policy.get(policy, ""),
+                policy_options=policy_options.shipped(policy, of_policy.get(policy, "")),
                 placement_options=parse_options(of_placement.get(placement, "")),
             )
         return found
