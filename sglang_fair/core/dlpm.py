@@ -118,9 +118,7 @@ class Dlpm(ByClient):
         if job.client not in self._deficits:
             self._welcome(job.client)
         self._queues.put(job)
-        # One behind its client's first changes nothing, unless it brought another weight and that decides what may be
-        # borrowed.
-        if self.borrow or self._queues.head(job.client) is not self._heads.get(job.client):
+        if self._queues.head(job.client) is not self._heads.get(job.client):
             self._seat(job.client)
 
     def leave(self, job: Job) -> None:
@@ -143,6 +141,10 @@ class Dlpm(ByClient):
             self._refill()
             self._forget()
         return self._heads[client]
+
+    def reweigh(self, client: str) -> None:
+        if (head := self._heads.get(client)) is not None:
+            self._rank(client, head)  # it may borrow more now, or less
 
     def set_aside(self, test: Callable[[Job], bool]) -> Sequence[str]:
         heads = self._heads

@@ -104,6 +104,9 @@ class Policy(ABC):
     def leave(self, job: Job) -> None:
         """`job` stopped waiting."""
 
+    def reweigh(self, client: str) -> None:
+        """The weight of `client` has changed."""
+
     def rematch(self, job: Job) -> None:
         """`job.prefix_tokens` has changed while `job` waits."""
 

@@ -62,7 +62,7 @@ class FairQueue:
         self._backlogs = 0
         self._lasting: dict[int, None] = {}
         """Numbers of the backlogs that last, the oldest first."""
-        self.reweighed: list[Callable[[str], None]] = []
+        self.reweighed: list[Callable[[str], None]] = [policy.reweigh]
         """Called with each client whose weight has changed."""
 
     # ---- what waits
