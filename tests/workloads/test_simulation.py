@@ -396,8 +396,9 @@ def test_options_reach_policy_placement_and_caches():
         cache_share="on",
     )
     first, second = given.variants.values()
-    assert (first.policy_options, first.placement_options) == ("patience=5", {"cache_threshold": 0.3})
-    assert (second.policy_options, second.placement_options) == ("patience=5", {})
+    assert first.policy_options == second.policy_options == "borrow=0.3,patience=5"
+    assert first.placement_options == {"cache_threshold": 0.3}
+    assert second.placement_options == {}
     for site, fair in ((first, True), (SimulateOptions().site, False)):
         assert site.make_replica(0).cache.order.fair == fair
 
