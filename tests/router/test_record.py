@@ -57,7 +57,7 @@ def test_why_and_the_next_best() -> None:
     made = router()
     made.handle(arrive("first", tokens=8000), 1.0, b"g")
     made.handle(Done("first"), 1.0, b"g")
-    made.handle(arrive("other", first=10_000), 1.5, b"g")
+    made.handle(arrive("other", client="other", first=10_000), 1.5, b"g")
     made.handle(arrive("same", tokens=8000), 2.0, b"g")
     (first,), (same,) = explained(made, "first"), explained(made, "same")
     assert first["why"] == "new"
