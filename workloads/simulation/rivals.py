@@ -35,7 +35,7 @@ from sglang_fair.core.policy import Policy
 from sglang_fair.sim.cache import Node
 
 BLOCK_TOKENS = 512
-"""By so many DualMap makes a prefix longer."""
+"""By so many DualMap makes a prefix longer; of 16, 64 and 512 it has the most throughput with this."""
 COUNTED, FEW = 4096, 16
 """After so many requests its counts are halved; a prefix of fewer than `FEW` is not too frequent."""
 K = 4
@@ -77,7 +77,9 @@ class DualMap(Placement):
             self._seen //= 2
             self._counts = {key: count // 2 for key, count in self._counts.items() if count > 1}
         key, step = 0, BLOCK_TOKENS * TOKEN_BYTES
-        for at in range(0, len(request.tokens), step):
+        for at in range(
+            0, max(1, len(request.tokens) - step + 1), step
+        ):  # whole blocks, which later turns have too
             key = crc32(request.tokens[at : at + step], key)
             self._counts[key] = count = self._counts.get(key, 0) + 1
             if count < FEW or count * workers <= 2 * self._seen:
