@@ -26,7 +26,8 @@ TAIL_TOKENS = 1024
 """Of a conversation, which are computed in a tenth of a second."""
 
 DEFAULT, UNSHARED = "default", "unshared"
-_QUEUES: Json = {"placement": "d2lpm-queue", "policy": "dlpm"}
+_OURS: Json = placement.CONTENDERS[placement.OURS].fields
+_QUEUES: Json = {"placement": _OURS["placement"]}
 
 
 class Rival(NamedTuple):
@@ -42,7 +43,7 @@ _UNSHARED = "Nobody has a share: the bad client's requests come first while they
 RIVALS: Mapping[str, Rival] = {
     "dualmap": Rival(Scheduler("DualMap", {"placement": "dualmap", "policy": "lpm"}), False, _UNSHARED),
     "dualmap-fair": Rival(
-        Scheduler("DualMap over DLPM", {"placement": "dualmap", "policy": "dlpm"}),
+        Scheduler("DualMap over DLPM", _OURS | {"placement": "dualmap"}),
         True,
         """Neither candidate need be where the client waits least, or what it shares is cached. Migration would change
         little: in overload both are as busy, and else no first token is late.""",
@@ -60,14 +61,14 @@ RIVALS: Mapping[str, Rival] = {
         other first tokens come later.""",
     ),
     "tail-lru": Rival(
-        Scheduler("T-LRU", _QUEUES | {"tail_tokens": TAIL_TOKENS}),
+        Scheduler("T-LRU", _OURS | {"tail_tokens": TAIL_TOKENS}),
         True,
         """SGLang has it: `--radix-eviction-policy tlru`. Its thresholds depend on GPU, model and conversations, and
         without pauses, or with room in the cache, it changes nothing.""",
     ),
 }
 CONTENDERS: Mapping[str, Scheduler] = {
-    DEFAULT: Scheduler("the default", _QUEUES),
+    DEFAULT: Scheduler("the default", _OURS),
     UNSHARED: Scheduler("the default over LPM", _QUEUES | {"policy": "lpm"}),
     **{name: placement.CONTENDERS[name] for name in ("lmetric", "cache-aware")},
     **{name: rival.scheduler for name, rival in RIVALS.items()},
@@ -84,10 +85,11 @@ class Frontier(placement.Contest):
     source = "beyond the papers; arXiv 2602.06502, 2502.04677, 2510.17015, 2510.15152, 2605.00528"
     bounds_steps = False
     about = f"""DualMap, k-LPM, Justitia's order of programs and Tail-Optimized LRU, each as small as its paper allows
-        (`workloads/simulation/rivals.py`), beside the default (D2LPM by queues over DLPM), LMetric and cache_aware, on
-        {GPUS} A100, in settings of `beyond-placement`, and with {PER_S} conversations a second for each GPU, of
-        {LONG_TURNS:.0f} turns with {THINK_S:.0f} s between two, in caches of {POOL_TOKENS:,} tokens ({PAUSES}). k-LPM
-        and Justitia are placed as the default is. T-LRU is the default with another order of eviction. Three seeds,
+        (`workloads/simulation/rivals.py`), beside the default (D2LPM by queues with borrowing, here with prompts
+        first), LMetric and cache_aware, on {GPUS} A100, in settings of `beyond-placement`, and with {PER_S}
+        conversations a second for each GPU, of {LONG_TURNS:.0f} turns with {THINK_S:.0f} s between two, in caches of
+        {POOL_TOKENS:,} tokens ({PAUSES}). k-LPM and Justitia are placed as the default is. T-LRU is the default with
+        another order of eviction. Three seeds,
         medians."""
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:

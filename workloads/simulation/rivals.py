@@ -40,6 +40,8 @@ COUNTED, FEW = 4096, 16
 """After so many requests its counts are halved; a prefix of fewer than `FEW` is not too frequent."""
 K = 4
 """Of k-LPM."""
+BORROW = 0.3
+"""Of DLPM, as it ships."""
 
 
 @dataclass
@@ -139,6 +141,7 @@ class _KQueues(ClientQueues):
 @dataclass
 class KLpmFair(Dlpm):
     name: ClassVar[str] = "klpm-fair"
+    borrow: float = BORROW
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,6 +180,7 @@ class _Programs:
 @dataclass
 class Justitia(Dlpm):
     name: ClassVar[str] = "justitia"
+    borrow: float = BORROW
 
     _programs: dict[str, _Programs] = field(default_factory=dict, init=False, repr=False)
 

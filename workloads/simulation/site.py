@@ -163,7 +163,7 @@ class Site:
     def mixes(self) -> bool:
         """Whether its replicas mix steps."""
         if self.mixed_chunk is None:
-            return self.stall_ms > 0 and POLICIES[self.policy].shares_steps
+            return self.stall_ms > 0 and self.make_policy().shares_steps
         return self.mixed_chunk
 
     def make_cost_model(self) -> CostModel:
