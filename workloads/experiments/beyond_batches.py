@@ -94,7 +94,7 @@ class Batches(Experiment):
         the median, {OUTPUT_TOKENS} of answer, is sent by the feeder's own code. The day lasts four hours, for
         a sixth of the computing: gaps between requests, which are what a queue feels, are those of that rate all the
         same. Where the feeder has no bound, and for the other rules, the batch is {LASTING} times as long, so that it
-        lasts the day too. Strict priority, as engines have it, is a weight of a millionth where prompts go first: no
+        lasts the day too. Strict priority without preemption is a weight of a millionth where prompts go first: no
         line is admitted while an interactive request waits, and none that runs is taken back. Idle is the time in
         which the engine has nothing to do, without the batch; spare capacity is what the batch gets where nothing
         holds it back."""
