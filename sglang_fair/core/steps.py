@@ -244,7 +244,9 @@ class Steps(PromptsFirst):
             return
         present = self._present[job.client]
         if not job.retractions and job.waited_for is None:  # what it waited for was its turn
-            self._judge(present, self._now_s - job.arrived_s > BACKLOGGED * self.stall_s)
+            backlogged = self._now_s - job.arrived_s > BACKLOGGED * self.stall_s
+            self._light += present.backlogged - backlogged
+            present.backlogged = backlogged
         present.running += 1
         self._running += 1
         if present.running == 1:
@@ -481,10 +483,6 @@ class Steps(PromptsFirst):
             self._behind.add(client)
         else:
             self._behind.discard(client)
-
-    def _judge(self, present: Present, backlogged: bool) -> None:
-        self._light += present.backlogged - backlogged
-        present.backlogged = backlogged
 
     def _forget_old(self) -> None:
         while self._left:
