@@ -11,7 +11,7 @@ from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Claim, Part, Table, at_least, graded
 from workloads.experiments.contract import Cell, Json, Result, Row, Scheduler, Simulated, TrafficSpec
 from workloads.experiments.dlpm_a10g import trees
-from workloads.experiments.dlpm_setting import DIFFERENCE, KINDS, MAX_RUNNING, Point
+from workloads.experiments.dlpm_setting import DEFAULT, DIFFERENCE, KINDS, MAX_RUNNING, Point
 from workloads.experiments.senders import clients_of, conversations, sender, traffic
 from workloads.plots import Figure, Panel, Panels
 from workloads.programs import PackedCodec
@@ -27,9 +27,8 @@ CONTENDERS = {
     **{name: dlpm.SCHEDULERS[name] for name in ("d2lpm", "rr", "preble", "cache-aware")},
     "lmetric": Scheduler("LMetric", {"placement": "lmetric", "policy": "lpm"}),
     "vtc": dlpm.SCHEDULERS["vtc"],
-    "shipped": dlpm.SHIPPED,
+    DEFAULT: dlpm.SHIPPED,
 }
-DEFAULT = "shipped"
 OTHERS = tuple(name for name in CONTENDERS if name not in (OURS, DEFAULT))
 """Placements and policies that ours is compared with, all with prompts first."""
 

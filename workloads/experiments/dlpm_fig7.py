@@ -9,7 +9,7 @@ from workloads.clients import SCENARIOS
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Claim, Part, Table, graded, shown
 from workloads.experiments.contract import SEEDS, Json, Result, Row
-from workloads.experiments.dlpm_setting import KINDS, SCHEDULERS, SHIPPED, Point, is_cut
+from workloads.experiments.dlpm_setting import DEFAULT, KINDS, SCHEDULERS, SHIPPED, Point, is_cut
 from workloads.plots import Figure, Panel, Panels
 
 PANELS = (("qa-s1", "tot-s1", "judge-s1"), ("qa-s2", "tot-s2", "judge-s2"))
@@ -22,8 +22,6 @@ NUMBERS = (1, 2, 4, 8)
 
 LENGTH_S = 240.0
 
-DEFAULT = "shipped"
-"""What `sglang-fair cluster` runs. All others here compute prompts first, as the paper's did."""
 COLUMNS: Mapping[str, str] = {
     "d2lpm": SCHEDULERS["d2lpm"].label,
     DEFAULT: SHIPPED.label,
@@ -307,10 +305,11 @@ def _panels(grid: Grid, what: str, unit: str) -> Panels:
 def _notes(grid: Grid) -> Iterator[str]:
     rate = Gain(grid.rates("d2lpm", over=DEFAULT))
     p50, p99 = (Gain(grid.latencies(DEFAULT, [percent])) for percent in ("p50", "p99"))
+    preble = Gain(grid.rates("preble", over=DEFAULT))
     yield f"""The shipped default is D2LPM by queues with its own quanta and a rule of steps, which the paper does not
         have: steps are mixed, and while a client is there that is not backlogged, none takes longer than
         {SHIPPED.fields["stall_ms"]:.0f} ms. All else here computes prompts first. It serves {rate.span} as much as
-        D2LPM, {rate.mean:.2f} in the mean; the well-behaved clients' P50 is {p50.span} D2LPM's, {p50.mean:.2f} in the
+        D2LPM, {rate.mean:.2f} in the mean, and {preble.span} as much as Preble, {preble.mean:.2f} in the mean; the well-behaved clients' P50 is {p50.span} D2LPM's, {p50.mean:.2f} in the
         mean ({len(p50.ratios)} points where both are known), and their P99 {p99.span}, {p99.mean:.2f} in the mean."""
     yield """A ratio of latencies under overload is no constant: it grows with the time that the overload lasts,
         since requests behind the bad client's backlog wait ever longer. `dlpm-fig7-load` has the ratios for shorter

@@ -43,6 +43,8 @@ DRAIN_S = 240.0
 """After the last arrival of Figure 7, the well-behaved clients' programs are waited for at most so long."""
 CLIENTS = Scale().good_clients + 1
 
+DEFAULT = "shipped"
+"""The last part of a cell's name."""
 SHIPPED = Scheduler(
     "shipped default",
     {
