@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from sglang_fair.core import make_policy
+from sglang_fair.common.weights import Weights
+from sglang_fair.core.options import make, shipped
 from sglang_fair.core.queue import FairQueue
 from sglang_fair.core.steps import make_steps
 from sglang_fair.sim import pool
@@ -147,7 +148,8 @@ class Traced:
             least_new_token_ratio=0.0,
             ratio_decay_steps=RATIO_DECAY_STEPS,
         )
-        queue = FairQueue(make_policy(load.policy, quantum=QUANTUM))
+        options = shipped(load.policy, "")
+        queue = FairQueue(make(load.policy, options, quantum=QUANTUM, weights=Weights()))
         trace = calls(queue)
         steps = make_steps(queue.policy, load.stall_ms, load.target_tpot_ms, mixes=load.mixed_chunk)
         replica = Replica(queue, _Second(), settings, steps=steps)

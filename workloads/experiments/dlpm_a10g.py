@@ -208,8 +208,9 @@ class Figure9(dlpm.A10GExperiment):
             first == "d2lpm" and max(later["vtc"], later["preble"]) >= 1.5, later[first] >= 1 / 1.05
         ).claim(f"""D2LPM finishes first | up to 2× faster than VTC and Preble | {SCHEDULERS[first].label}
             first; VTC {later["vtc"]:.2f}×, Preble {later["preble"]:.2f}×, RR+LPM {later["rr"]:.2f}×, the
-            shipped default {at[DEFAULT]["end_s"] / ends["d2lpm"]:.2f}× its time | The pool of an A10G holds 129,000 tokens here, most of the trees under way, so little is
-            computed twice under any scheduler, and there is little left to gain.""")
+            shipped default {at[DEFAULT]["end_s"] / ends["d2lpm"]:.2f}× its time | The pool of an A10G holds
+            129,000 tokens here, most of the trees under way, so little is computed twice under any scheduler, and
+            there is little left to gain.""")
         yield at_most(
             max(abs(actual["d2lpm"] - 1), abs(actual["vtc"] - 1)), 0.15, 0.4
         ).claim(f"""VTC and D2LPM give all three the same actual service while all wait | equal | client 0

@@ -309,8 +309,9 @@ def _notes(grid: Grid) -> Iterator[str]:
     yield f"""The shipped default is D2LPM by queues with its own quanta and a rule of steps, which the paper does not
         have: steps are mixed, and while a client is there that is not backlogged, none takes longer than
         {SHIPPED.fields["stall_ms"]:.0f} ms. All else here computes prompts first. It serves {rate.span} as much as
-        D2LPM, {rate.mean:.2f} in the mean, and {preble.span} as much as Preble, {preble.mean:.2f} in the mean; the well-behaved clients' P50 is {p50.span} D2LPM's, {p50.mean:.2f} in the
-        mean ({len(p50.ratios)} points where both are known), and their P99 {p99.span}, {p99.mean:.2f} in the mean."""
+        D2LPM, {rate.mean:.2f} in the mean, and {preble.span} as much as Preble, {preble.mean:.2f} in the mean;
+        the well-behaved clients' P50 is {p50.span} D2LPM's, {p50.mean:.2f} in the mean ({len(p50.ratios)} points where
+        both are known), and their P99 {p99.span}, {p99.mean:.2f} in the mean."""
     yield """A ratio of latencies under overload is no constant: it grows with the time that the overload lasts,
         since requests behind the bad client's backlog wait ever longer. `dlpm-fig7-load` has the ratios for shorter
         and longer runs. From below, a tree's latency is bounded by its four answers in a row in a full batch, so
