@@ -194,6 +194,7 @@ OTHERS_OPTIONS = {
     "--init",
     "--is-embedding",
     "--enable-custom-logit-processor",
+    "--radix-eviction-policy-config",
     "--install-completion", "--show-completion",
     "--array", "--batch", "--cpus-per-task", "--gpus-per-task", "--mem-per-gpu", "--ntasks", "--requeue", "--signal",
 }  # fmt: skip
