@@ -83,7 +83,7 @@ class Config(Fairness):
 
     def mixes(self, policy: str) -> bool:
         """Whether steps for prompts are to have a token for each running request. ValueError as of `make_policy`."""
-        return self.mixed_chunk == "on" and self.stall_ms > 0 and self.make_policy(policy).shares_steps
+        return self.mixed_chunk != "off" and self.stall_ms > 0 and self.make_policy(policy).shares_steps
 
     def with_weights(self, weights: Mapping[str, float]) -> "Config":
         """With these weights in place of the same clients' old ones. ValueError for a bad one."""

@@ -156,7 +156,10 @@ class Fairness(Naming, Prices, Fields):
     stall_ms: Annotated[float, About(unit="milliseconds", fair="stall-ms", at_least=0)] = DEFAULT_STALL_MS
     """Longest step for prompts while other clients have requests; those that run keep their share of the time. 0:
     prompts first, as SGLang does."""
-    mixed_chunk: Annotated[str, About(choices=("on", "off"), fair="mixed-chunk")] = "on"
+    mixed_chunk: Annotated[
+        str | None,
+        About(choices=("on", "off"), unset="on, and off with plain PyTorch on a CPU", fair="mixed-chunk"),
+    ] = None
     """Where there is a stall bound, a step for prompts has a token for each running request too (SGLang's
     --enable-mixed-chunk), unless another of SGLang's options excludes that. off: steps of both kinds take turns."""
     target_tpot_ms: Annotated[

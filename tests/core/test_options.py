@@ -80,3 +80,18 @@ def test_every_setting_of_fairness_reaches_sglang_s_server(tmp_path: Path) -> No
     own = replica.parse([word for name, text in given.items() for word in (flags[name], text)])
     words = replica.server_arguments(own, models.ServedModel("tiny", "/models/tiny", "tiny"))
     assert {name: words[words.index(name) + 1] for name in given if name in words} == given
+
+
+@pytest.mark.parametrize(
+    ("words", "mixed"),
+    [
+        ("--device cpu", ["off"]),
+        ("--device cpu --mixed-chunk on", ["on"]),
+        ("--device cuda", []),
+        ("--engine emulated --gpu a100-80g --model llama-3.1-8b", []),
+    ],
+)
+def test_plain_pytorch_on_a_cpu_mixes_no_steps_unless_it_is_told_to(words: str, mixed: list[str]) -> None:
+    own = replica.parse(words.split())
+    found = replica.server_arguments(own, models.ServedModel("tiny", "/models/tiny", "tiny"))
+    assert [found[at + 1] for at, word in enumerate(found) if word == "--fair-mixed-chunk"] == mixed
