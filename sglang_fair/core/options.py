@@ -37,11 +37,9 @@ def parse(policy: str, text: str) -> dict[str, Option]:
 def shipped(policy: str, text: str) -> str:
     """The options in `text`, and the policy's of `SHIPPED` if they do not name that. ValueError as for `parse`."""
     own = SHIPPED.get(policy, "")
-    return (
-        text
-        if not own or own.partition("=")[0] in parse(policy, text)
-        else ",".join(filter(None, (own, text)))
-    )
+    if not own or own.partition("=")[0] in parse(policy, text):
+        return text
+    return f"{own},{text}" if text else own
 
 
 def make(policy: str, text: str, *, quantum: float | None, weights: Weights) -> Policy:

@@ -115,9 +115,8 @@ def server_arguments(options: Replica, model: ServedModel) -> list[str]:
         is_small = model.weight_bytes is not None and model.weight_bytes < SMALL_MODEL_BYTES
         # A prefill chunk stops all streams for as long as it takes.
         arguments += [*cpu.SERVER_ARGUMENTS, "--chunked-prefill-size", "2048" if is_small else "512"]
-        if (
-            options.mixed_chunk is None
-        ):  # each size of a mixed batch would be compiled, and its attention is redundant
+        # Each size of a mixed batch would be compiled, and its attention is redundant.
+        if options.mixed_chunk is None:
             arguments += [SETTINGS["mixed_chunk"].argument, "off"]
     if kv_tokens:
         arguments += ["--max-total-tokens", str(kv_tokens)]

@@ -82,8 +82,8 @@ class Config(Fairness):
         )
 
     def mixes(self, policy: str) -> bool:
-        """Whether steps for prompts are to have a token for each running request. ValueError as of `make_policy`."""
-        return self.mixed_chunk != "off" and self.stall_ms > 0 and self.make_policy(policy).shares_steps
+        """Whether steps for prompts are to have a token for each running request under one of `POLICIES`."""
+        return self.mixed_chunk != "off" and self.stall_ms > 0 and POLICIES[policy].shares_steps
 
     def with_weights(self, weights: Mapping[str, float]) -> "Config":
         """With these weights in place of the same clients' old ones. ValueError for a bad one."""
@@ -175,11 +175,14 @@ def adopt_arguments(arguments: argparse.Namespace, environ: MutableMapping[str, 
         refuse_combinations(arguments, environ)
     try:
         config = check(read(environ), chosen)
-        ours = SERVER_POLICIES.get(chosen or "")
-        mixes = ours is not None and config.mixes(ours)
     except ValueError as error:
         raise SystemExit(f"sglang-fair: {error}") from None
-    if mixes and all(getattr(arguments, name, None) in (None, False, 1) for name in UNMIXED):
+    ours = SERVER_POLICIES.get(chosen or "")
+    if (
+        ours
+        and config.mixes(ours)
+        and all(getattr(arguments, name, None) in (None, False, 1) for name in UNMIXED)
+    ):
         arguments.enable_mixed_chunk = True
 
 

@@ -4,6 +4,7 @@ on a step costs."""
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
+from operator import attrgetter
 
 from sglang_fair.core.options import shipped
 from workloads.clients import Client
@@ -87,21 +88,22 @@ class Isolation(Simulated):
             if key[0] == MIXED
         }
 
-        def worst(what: str, pick: Callable[..., float], clients: int) -> dict[str, float]:
+        def over_better(row: IsolationRow) -> float | None:
+            return row.tokens_per_s and row.tokens_per_s / better[row.attack, row.clients]
+
+        def worst(
+            of: Callable[[IsolationRow], float | None], pick: Callable[..., float], clients: int
+        ) -> dict[str, float]:
             found: dict[str, list[float]] = {name: [] for name in STACKS}
-            for (stack, attack, count), row in table.items():
-                if what == "throughput_over_better":
-                    value = row.tokens_per_s and row.tokens_per_s / better[attack, count]
-                else:
-                    value = getattr(row, what)
-                if count == clients and value is not None:
+            for (stack, _, count), row in table.items():
+                if count == clients and (value := of(row)) is not None:
                     found[stack].append(value)
             return {name: pick(values) for name, values in found.items()}
 
-        share = worst("victim_share_of_gps", min, 2)
-        slowdown = worst("slowdown_over_n", max, 2)
-        ttft = worst("ttft_p99_over_solo", max, 2)
-        alone, together = (worst("throughput_over_better", min, clients) for clients in (1, 2))
+        share = worst(attrgetter("victim_share_of_gps"), min, 2)
+        slowdown = worst(attrgetter("slowdown_over_n"), max, 2)
+        ttft = worst(attrgetter("ttft_p99_over_solo"), max, 2)
+        alone, together = (worst(over_better, min, clients) for clients in (1, 2))
         yield graded(min(share["dlpm"], share["vtc"]) >= SHARE).claim(f"""Running victims keep their share of
             the time beside a trickle of prompts | | DLPM {share["dlpm"]:.2f}, VTC {share["vtc"]:.2f} of GPS;
             stock {share["stock"]:.2f} | The engine's loop forms prompts first.""")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
+from sglang_fair.core.options import shipped
 from workloads.clients import SCENARIOS, Client
 from workloads.experiments import dlpm_setting as dlpm
 from workloads.experiments.claims import Claim, Part, Table, at_least, graded
@@ -21,7 +22,7 @@ from workloads.simulation import Site
 from workloads.traces import Trace, mix, mooncake, production, servegen
 
 OURS = "queue"
-_QUEUES: Json = {"placement": "d2lpm-queue", "policy": "dlpm", "policy_options": "borrow=0.3"}
+_QUEUES: Json = {"placement": "d2lpm-queue", "policy": "dlpm", "policy_options": shipped("dlpm", "")}
 CONTENDERS = {
     OURS: Scheduler("D2LPM by queues", _QUEUES),
     **{name: dlpm.SCHEDULERS[name] for name in ("d2lpm", "rr", "preble", "cache-aware")},

@@ -31,6 +31,7 @@ from sglang_fair.core.eviction import LeafOrder, LeastRecentlyUsed, Piece
 from sglang_fair.core.fcfs import Lpm, longest_prefix
 from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
+from sglang_fair.core.options import SHIPPED, parse
 from sglang_fair.core.policy import Policy
 from sglang_fair.sim.cache import Node
 
@@ -40,7 +41,7 @@ COUNTED, FEW = 4096, 16
 """After so many requests its counts are halved; a prefix of fewer than `FEW` is not too frequent."""
 K = 4
 """Of k-LPM."""
-BORROW = 0.3
+BORROW = float(parse(Dlpm.name, SHIPPED[Dlpm.name])["borrow"])
 """Of DLPM, as it ships."""
 
 
@@ -79,9 +80,8 @@ class DualMap(Placement):
             self._seen //= 2
             self._counts = {key: count // 2 for key, count in self._counts.items() if count > 1}
         key, step = 0, BLOCK_TOKENS * TOKEN_BYTES
-        for at in range(
-            0, max(1, len(request.tokens) - step + 1), step
-        ):  # whole blocks, which later turns have too
+        # Whole blocks, which later turns have too.
+        for at in range(0, max(1, len(request.tokens) - step + 1), step):
             key = crc32(request.tokens[at : at + step], key)
             self._counts[key] = count = self._counts.get(key, 0) + 1
             if count < FEW or count * workers <= 2 * self._seen:
