@@ -44,9 +44,6 @@ LEAST_SHARE = 1 / 8
 MIXED = 1.1
 """A mixed step may last so many times as long as the share of a client that decodes pays for."""
 
-PACE = 1.25
-"""A token may take so many times as long as its client's share of the engine would need for it alone."""
-
 RECENT_S = 60.0
 """A client that left so long ago may come back at any time."""
 
@@ -325,7 +322,7 @@ class Steps(PromptsFirst):
         expected_s = self.expected_s(self._running + 1)
         if self.target_s is not None:
             return expected_s > self.target_s
-        return expected_s > PACE * self._tokens.solo_s and expected_s > self._longest_s()
+        return expected_s > self._tokens.solo_s and expected_s > self._longest_s()
 
     def expected_s(self, requests: int) -> float:
         """How long a token is expected to take beside so many requests; 0 before any was measured."""
@@ -451,11 +448,12 @@ class Steps(PromptsFirst):
         return present.running > fair * (1 + ROUNDING)
 
     def _longest_s(self) -> float:
-        """How long a token may take, if the target follows from the shares."""
+        """How long a token may take, if the target follows from the shares: as long as the heaviest client below its
+        share would need for one alone, with its share of the engine."""
         if not self._tokens.solo_s:
             return inf
         below = max((p.weight for c, p in self._runners.items() if not self._is_above(c)), default=0.0)
-        return PACE * self._tokens.solo_s * self._weight / below if below else inf
+        return self._tokens.solo_s * self._weight / below if below else inf
 
     def _mixed_s(self) -> float:
         """The longest mixed step that the clients that decode pay for, apart from those that are backlogged and the

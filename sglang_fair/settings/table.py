@@ -166,7 +166,7 @@ class Fairness(Naming, Prices, Fields):
         float | None,
         About(
             unit="milliseconds",
-            unset="1.25 times what a client's share of the engine would take",
+            unset="what a client's share of the engine would take",
             fair="target-tpot-ms",
             at_least=0,
         ),
