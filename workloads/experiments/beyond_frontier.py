@@ -1,4 +1,5 @@
-"""Rules that others have published beside the default, in the settings of `beyond-placement`: what is worth taking?"""
+"""The default beside what it was, stock SGLang, and rules that others have published, in settings of
+`beyond-placement`: what is worth taking?"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -26,12 +27,13 @@ TAIL_TOKENS = 1024
 """Of a conversation, which are computed in a tenth of a second."""
 
 DEFAULT, UNSHARED = "default", "unshared"
-_OURS: Json = placement.CONTENDERS[placement.OURS].fields
+STOCK = ("stock", "stock-mixed")
+_OURS: Json = dlpm.SHIPPED.fields
 _QUEUES: Json = {"placement": _OURS["placement"]}
 
 
 class Rival(NamedTuple):
-    """Someone else's rule."""
+    """Another rule."""
 
     scheduler: Scheduler
     is_fair: bool
@@ -40,7 +42,32 @@ class Rival(NamedTuple):
 
 
 _UNSHARED = "Nobody has a share: the bad client's requests come first while they are cached."
+_STOCK: Json = {"placement": "cache_aware", "policy": "fcfs"}
 RIVALS: Mapping[str, Rival] = {
+    "alternating": Rival(
+        Scheduler("the default of before", _OURS | {"mixed_chunk": False, "policy_options": ""}),
+        True,
+        """Steps for prompts and for those that run take turns, and a step for prompts gives nobody a token; who has no
+        credit waits although nobody else is there.""",
+    ),
+    "prompts-first": Rival(
+        placement.CONTENDERS[placement.OURS]._replace(label="prompts first"),
+        True,
+        "Whoever sends prompts stops all that run, so programs take longer, most of all beside a flood.",
+    ),
+    **{
+        name: Rival(placement.CONTENDERS[name], True, why)
+        for name, why in {
+            "d2lpm": "Credit at a worker says what was used, not where the client waits least.",
+            "vtc": "No locality.",
+        }.items()
+    },
+    "stock": Rival(Scheduler("stock", _STOCK), False, "First come, first served."),
+    "stock-mixed": Rival(Scheduler("stock, mixed", _STOCK | {"mixed_chunk": True}), False, "The same."),
+    **{
+        name: Rival(placement.CONTENDERS[name], False, _UNSHARED)
+        for name in ("preble", "lmetric", "cache-aware")
+    },
     "dualmap": Rival(Scheduler("DualMap", {"placement": "dualmap", "policy": "lpm"}), False, _UNSHARED),
     "dualmap-fair": Rival(
         Scheduler("DualMap over DLPM", _OURS | {"placement": "dualmap"}),
@@ -48,14 +75,15 @@ RIVALS: Mapping[str, Rival] = {
         """Neither candidate need be where the client waits least, or what it shares is cached. Migration would change
         little: in overload both are as busy, and else no first token is late.""",
     ),
+    UNSHARED: Rival(Scheduler("the default over LPM", _QUEUES | {"policy": "lpm"}), False, _UNSHARED),
     "klpm": Rival(Scheduler("k-LPM", _QUEUES | {"policy": "klpm"}), False, _UNSHARED),
     "klpm-fair": Rival(
-        Scheduler("k-LPM within clients", _QUEUES | {"policy": "klpm-fair"}),
+        Scheduler("k-LPM within clients", _OURS | {"policy": "klpm-fair"}),
         True,
         "A client's queue at one replica is seldom so long that its order matters; then either may be ahead.",
     ),
     "justitia": Rival(
-        Scheduler("Justitia within clients", _QUEUES | {"policy": "justitia"}),
+        Scheduler("Justitia within clients", _OURS | {"policy": "justitia"}),
         True,
         """Requests that are cached wait for older programs: fewer hits. The worst program of many calls ends sooner,
         other first tokens come later.""",
@@ -69,8 +97,6 @@ RIVALS: Mapping[str, Rival] = {
 }
 CONTENDERS: Mapping[str, Scheduler] = {
     DEFAULT: Scheduler("the default", _OURS),
-    UNSHARED: Scheduler("the default over LPM", _QUEUES | {"policy": "lpm"}),
-    **{name: placement.CONTENDERS[name] for name in ("lmetric", "cache-aware")},
     **{name: rival.scheduler for name, rival in RIVALS.items()},
 }
 
@@ -81,16 +107,17 @@ mean and nowhere more than all of it."""
 
 class Frontier(placement.Contest):
     id = "beyond-frontier"
-    title = "What others have published, beside the default"
+    title = "The default, what it was, stock and rivals on the same work"
     source = "beyond the papers; arXiv 2602.06502, 2502.04677, 2510.17015, 2510.15152, 2605.00528"
-    bounds_steps = False
-    about = f"""DualMap, k-LPM, Justitia's order of programs and Tail-Optimized LRU, each as small as its paper allows
-        (`workloads/simulation/rivals.py`), beside the default (D2LPM by queues with borrowing, here with prompts
-        first), LMetric and cache_aware, on {GPUS} A100, in settings of `beyond-placement`, and with {PER_S}
+    about = f"""What `sglang-fair cluster` runs by default, beside its steps and options of before (steps for prompts
+        and for those that run in turn, no borrowing), itself with prompts first, stock SGLang (FCFS behind cache_aware,
+        with and without `--enable-mixed-chunk`), D2LPM and VTC, Preble, LMetric and cache_aware over LPM, and DualMap,
+        k-LPM, Justitia's order of programs and Tail-Optimized LRU, each as small as its paper allows
+        (`workloads/simulation/rivals.py`). On {GPUS} A100, in settings of `beyond-placement`, and with {PER_S}
         conversations a second for each GPU, of {LONG_TURNS:.0f} turns with {THINK_S:.0f} s between two, in caches of
-        {POOL_TOKENS:,} tokens ({PAUSES}). k-LPM and Justitia are placed as the default is. T-LRU is the default with
-        another order of eviction. Three seeds,
-        medians."""
+        {POOL_TOKENS:,} tokens ({PAUSES}). Fair rules that change one part of the default have its other parts;
+        all others compute prompts first, unless named mixed. Latencies that were cut off count as the time at which
+        they were. Three seeds, medians."""
 
     def rows(self, full: bool, length_s: float) -> Iterable[Row]:
         number = GPUS if full else 2
@@ -103,6 +130,8 @@ class Frontier(placement.Contest):
     def report(self, at: Mapping[str, Result]) -> Iterator[Part]:
         grid = _Grid(at)
         better = [name for name, rival in RIVALS.items() if rival.is_fair and grid.is_better(name)]
+        before, stock = (grid.ratios(name, "rate").values() for name in ("alternating", "stock"))
+        sooner = [grid.ratios(name, "program_mean_s").values() for name in ("alternating", *STOCK)]
         found = (
             "; ".join(f"{RIVALS[name].scheduler.label} {grid.words(name)}" for name in better) or "none has"
         )
@@ -112,6 +141,14 @@ class Frontier(placement.Contest):
         times, rates = [ratio for one in slower for ratio in one], grid.parts(DEFAULT).values()
         none, whole = graded(not better), at_least(least, 0.98, 0.95)
         soon = graded(min(times) > 0.98, fmean(times) > 1)
+        yield graded(
+            max(before) <= 1, fmean(before) < 1
+        ).claim(f"""What ships serves more than the default of before,
+            and as much as stock | | the default of before {fmean(before):.3f}× of its throughput in the mean
+            ({min(before):.2f} to {max(before):.2f}), stock {fmean(stock):.3f}× ({min(stock):.2f} to {max(stock):.2f});
+            programs of well-behaved clients take {" and ".join(f"{fmean(one):.2f}×" for one in sooner)} as long under
+            the former, stock, and stock with mixed steps | As said of `beyond-placement`: where the bad client's
+            requests share more, fair shares are less service with prompts in full.""")
         yield none.claim(f"""No fair rule of others has the default's throughput everywhere and a lower P99 | |
             {found} | T-LRU is an order of eviction, which SGLang has itself: docs/policies.md, "The cache", says when
             to set it.""")
@@ -123,8 +160,8 @@ class Frontier(placement.Contest):
             {min(times):.2f}× to {max(times):.2f}×, at {fmean(rates):.3f} of the best throughput, at least
             {min(rates):.3f} | Where nothing waits all rules' tasks take equally long.""")
         yield Table(
-            "Beside the default: over its numbers, mean over settings (least to most)",
-            "rule | throughput | P99 | program time | shares | why it is not the default",
+            "Over the default's numbers, mean over settings (least to most)",
+            "rule | throughput | P50 | P99 | program time | shares | why it is not the default",
             [
                 [rival.scheduler.label, *grid.cells(name), "yes" if rival.is_fair else "no", plain(rival.why)]
                 for name, rival in RIVALS.items()
@@ -181,9 +218,9 @@ class _Grid(dlpm.Grid):
         return f"(P99 {late[at]:.2f}× at {at.setting}, elsewhere at most {max(late.values()):.2f}×)"
 
     def cells(self, name: str) -> list[str]:
-        """Throughput, P99 and program time of the verdict."""
+        """Throughput, P50, P99 and program time."""
         found = []
-        for what in ("rate", "p99", "program_mean_s"):
+        for what in ("rate", "p50", "p99", "program_mean_s"):
             ratios = self.ratios(name, what).values()
             found.append(f"{fmean(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})")
         return found
