@@ -109,7 +109,8 @@ class Arrive(Call, frozen=True):
     request: str = ""
     """What its gateway calls the request, of which this is one attempt."""
     stage: str = ""
-    """As `common.interaction.Part` has it."""
+    session: str = ""
+    """These two as `common.interaction.Part` has them."""
     attempt: Count = 0
     """0 for the first one at a call. Further ones, and later parts of a stream, are the same call."""
     most_calls: Limit = None

@@ -334,4 +334,5 @@ def _request(
         pool.model,
         promise,
         stands_for,
+        event.session if isinstance(event, Arrive) else "",
     )

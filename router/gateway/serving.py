@@ -231,6 +231,7 @@ class Serving:
             app=part.app,
             interaction=part.interaction,
             stage=part.stage,
+            session=part.session,
             last=part.is_last,
             attempt=len(row.tries),
             begun=gateway.interactions.calls(self._interaction) if part.interaction else 0,

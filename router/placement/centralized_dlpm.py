@@ -58,7 +58,9 @@ class CentralizedDlpm(Placement):
 
     def place(self, request: Request, match: Match, workers: Sequence[WorkerView], now_s: float) -> None:
         self._arrivals += 1
-        job = Job(request.id, request.client, request.input_tokens, arrival=self._arrivals)
+        job = Job(
+            request.id, request.client, request.input_tokens, session=request.session, arrival=self._arrivals
+        )
         self._waiting[request.id] = request, job
         self._requests[request.client] += 1
         self._dlpm.arrive(job)

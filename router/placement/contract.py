@@ -38,6 +38,8 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     stands_for: int = 1
     """Requests of its client, model and deadline that it stands for, itself among them: more than itself where most of
     a batch's lines are not here yet."""
+    session: str = ""
+    """Which of its client's sessions sends it."""
     tier: int = 0
     """1: it was placed ahead of its client's share."""
 

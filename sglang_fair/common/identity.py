@@ -15,6 +15,19 @@ HEADER_STAGE = "x-fair-stage"
 HEADER_LAST = "x-fair-last"
 HEADER_CALL = "x-fair-call"
 """The number of a call in its interaction, which the gateway says."""
+HEADER_SESSION = "x-fair-session"
+SESSION_HEADERS = (
+    HEADER_SESSION,
+    "x-parent-session-id",
+    "x-session-affinity",
+    "x-claude-code-session-id",
+    "session-id",
+    "session_id",
+)
+"""Where a session's name is looked for: what coding agents send. opencode names an agent's own session in the third and
+the one that it was started from in the second; in Claude Code's and in Codex's (the last two) both have the same name.
+
+Anybody is believed: a session is one of its client's, whatever it is called, and has nothing of its own."""
 HEADER_SYSTEM_TOKENS = "x-fair-system-tokens"
 """Tokens of a chat's system messages, which the gateway counts."""
 HEADER_EXPECTED_OUTPUT = "x-fair-expected-output-tokens"

@@ -7,6 +7,11 @@ A sender says it in headers, or where one is missing in OpenAI's body field `met
     x-fair-interaction   interaction    the interaction's id, of the client's choice
     x-fair-stage         stage          which of its calls this is, as "plan" or "merge"
     x-fair-last          last           1: the user sees this call's answer
+    x-fair-session       session        the conversation or agent that sends it, of the client's choice; the headers of
+                                        coding agents are read as well (`SESSION_HEADERS`)
+
+An interaction is closed a minute after its last call, and while it lasts its calls go first; a session may last for
+days, and has no more rights than its client's others: these take turns.
 
 The names are believed as far as `Apps` does not bind them. No request fails for what it says here.
 """
@@ -18,7 +23,9 @@ from sglang_fair.common.identity import (
     HEADER_APP,
     HEADER_INTERACTION,
     HEADER_LAST,
+    HEADER_SESSION,
     HEADER_STAGE,
+    SESSION_HEADERS,
     bounded,
 )
 
@@ -39,20 +46,22 @@ class Part(NamedTuple):
     interaction: str = ""
     stage: str = ""
     is_last: bool = False
+    session: str = ""
 
     def headers(self) -> dict[str, str]:
         """For the replica."""
         last = "1" if self.is_last else ""
         names = (HEADER_APP, self.app), (HEADER_INTERACTION, self.interaction), (HEADER_STAGE, self.stage)
-        return {header: value for header, value in (*names, (HEADER_LAST, last)) if value}
+        more = (HEADER_LAST, last), (HEADER_SESSION, self.session)
+        return {header: value for header, value in (*names, *more) if value}
 
 
 def part_of(headers: Mapping[str, str], metadata: object = None) -> Part:
     """What a request with these headers (lower-case names) and this `metadata` says."""
     keys = metadata if isinstance(metadata, Mapping) else {}
 
-    def read(header: str, key: str) -> str:
-        text = headers.get(header, "").strip()
+    def read(header: str, key: str, *others: str) -> str:
+        text = next((found for one in (header, *others) if (found := headers.get(one, "").strip())), "")
         if not text and isinstance(value := keys.get(key), str) and len(value) <= MOST_CHARS:
             text = value.strip()
         return text
@@ -62,6 +71,7 @@ def part_of(headers: Mapping[str, str], metadata: object = None) -> Part:
         bounded(read(HEADER_INTERACTION, "interaction")),
         bounded(read(HEADER_STAGE, "stage")),
         read(HEADER_LAST, "last") == "1",
+        bounded(read(HEADER_SESSION, "session", *SESSION_HEADERS[1:])),
     )
 
 

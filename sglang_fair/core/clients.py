@@ -19,12 +19,15 @@ def by_arrival(job: Job) -> Any:
 
 
 @dataclass(slots=True)
-class ClientQueue:
-    """One client's waiting jobs. `ready` ones are in the policy's order, `held` ones are passed over until `release`.
+class SessionQueue:
+    """Waiting jobs of one of a client's sessions, or of none. `ready` ones are in the policy's order, `held` ones are
+    passed over until `release`.
 
     `numbers` has all of them in order of arrival, with their number in that order.
     """
 
+    turn: int
+    """Of its client's sessions the one with the smallest goes first."""
     ready: LazyHeap[Job] = field(default_factory=LazyHeap)
     held: dict[Job, None] = field(default_factory=dict)
     numbers: OrderedDict[Job, int] = field(default_factory=OrderedDict)
@@ -52,46 +55,86 @@ class ClientQueue:
         return len(self.ready) + len(self.held)
 
 
+@dataclass(slots=True)
+class ClientQueue:
+    """One client's sessions with waiting jobs, by name; "" has the jobs that name none."""
+
+    sessions: dict[str, SessionQueue] = field(default_factory=dict)
+    ready: LazyHeap[str] = field(default_factory=LazyHeap)
+    """Those with a job that is not held, by their turns."""
+    held: dict[str, None] = field(default_factory=dict)
+    """Those with a held job."""
+
+    def seat(self, name: str) -> None:
+        session = self.sessions[name]
+        if len(session.ready):
+            self.ready.put(name, session.turn)
+        else:
+            self.ready.discard(name)
+
+
 class ClientQueues:
     """The queues of all clients that wait. Each operation costs O(log of one client's queue).
 
-    A client's order is: the job that `patience` later ones have overtaken, then jobs that unblock others of their
-    program, then by `key`. It has no influence on other clients.
+    A client's sessions take turns: each time that a job of one leaves, its others have theirs first. Within a session
+    the order is: the job that `patience` later ones have overtaken, then jobs that unblock others of their program,
+    then by `key`. Neither has influence on other clients.
     """
 
-    def __init__(self, key: Callable[[Job], Any] = by_arrival, patience: int = PATIENCE) -> None:
+    def __init__(
+        self, key: Callable[[Job], Any] = by_arrival, patience: int = PATIENCE, *, turns: bool = True
+    ) -> None:
+        """Without `turns` a client's jobs are all of one session."""
         if patience < 1:
             raise ValueError(f"patience must be at least one overtaking request, not {patience!r}")
         self._key = key
         self._patience = patience
+        self._takes_turns = turns
+        self._turns = 0
+        """How many were given."""
         self._queues: dict[str, ClientQueue] = {}
         self._with_held: dict[str, None] = {}
         self._aside: dict[str, None] = {}
 
     def put(self, job: Job) -> None:
         """`job` waits, or its key has changed. A held job remains held."""
-        queue = self._queues.get(job.client)
-        if queue is None:
-            queue = self._queues[job.client] = ClientQueue()
-        queue.arrive(job)
-        if job not in queue.held:
-            queue.ready.put(job, self._order(job))
+        client = self._queues.get(job.client)
+        if client is None:
+            client = self._queues[job.client] = ClientQueue()
+        name = self._session(job)
+        session = client.sessions.get(name)
+        if session is None:
+            session = client.sessions[name] = SessionQueue(self._turn())
+        session.arrive(job)
+        if job not in session.held:
+            session.ready.put(job, self._order(job))
+            client.seat(name)
 
     def leave(self, job: Job) -> None:
-        queue = self._queues[job.client]
-        queue.ready.discard(job)
-        queue.held.pop(job, None)
-        queue.numbers.pop(job, None)
-        if not queue.held:
+        client, name = self._queues[job.client], self._session(job)
+        session = client.sessions[name]
+        session.ready.discard(job)
+        session.held.pop(job, None)
+        session.numbers.pop(job, None)
+        session.turn = self._turn()
+        client.seat(name)
+        if not session.held:
+            client.held.pop(name, None)
+        if not len(session):
+            del client.sessions[name]
+        if not client.held:
             self._with_held.pop(job.client, None)
-        if not len(queue):
+        if not client.sessions:
             self._aside.pop(job.client, None)
             del self._queues[job.client]
 
     def hold(self, job: Job) -> None:
-        queue = self._queues[job.client]
-        queue.ready.discard(job)
-        queue.held[job] = None
+        client, name = self._queues[job.client], self._session(job)
+        session = client.sessions[name]
+        session.ready.discard(job)
+        session.held[job] = None
+        client.seat(name)
+        client.held[name] = None
         self._with_held[job.client] = None
 
     def set_aside(self, client: str) -> None:
@@ -104,8 +147,12 @@ class ClientQueues:
         self._aside.clear()
         for client in clients:
             queue = self._queues[client]
-            for job in queue.held:
-                queue.ready.put(job, self._order(job))
+            for name in queue.held:
+                session = queue.sessions[name]
+                for job in session.held:
+                    session.ready.put(job, self._order(job))
+                session.held.clear()
+                queue.seat(name)
             queue.held.clear()
         self._with_held.clear()
         return clients
@@ -113,9 +160,18 @@ class ClientQueues:
     def head(self, client: str) -> Job | None:
         """The client's first job that is not held, if any; None if it is set aside."""
         queue = self._queues.get(client)
-        if queue is None or client in self._aside:
+        if queue is None or client in self._aside or (name := queue.ready.first()) is None:
             return None
-        return queue.overdue(self._patience) or queue.ready.first()
+        session = queue.sessions[name]
+        return session.overdue(self._patience) or session.ready.first()
+
+    def _session(self, job: Job) -> str:
+        return job.session if self._takes_turns else ""
+
+    def _turn(self) -> int:
+        """Behind all others."""
+        self._turns += 1
+        return self._turns
 
     def _order(self, job: Job) -> Any:
         return (-job.unblocks, self._key(job))

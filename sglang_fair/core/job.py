@@ -33,6 +33,8 @@ class Job:
     attempt: str = ""
     """The gateway's id of the attempt of which it is one of several answers, or prompts: `explain` shows them all under
     it. Empty: its own id."""
+    session: str = ""
+    """Which of its client's sessions sends it; they take turns (`clients`)."""
     app: str = ""
     interaction: str = ""
     stage: str = ""

@@ -79,7 +79,7 @@ class Slo(WscDlpm):
         self.scales = self.normalised
         if not self.normalised:
             self.price, self.system_surcharge = None, 0.0
-        self._queues = ClientQueues(urgent_first, self.patience)
+        self._queues = ClientQueues(urgent_first, self.patience, turns=False)
 
     def ended(self, job: Job) -> None:
         if self.normalised:

@@ -144,8 +144,8 @@ def _body(request: Any) -> Mapping[str, Any]:
 
 
 AS_CARRIED = frozenset({
-    "system", "expected_output_tokens", "unblocks", "weight", "weight_version", "attempt", "interaction", "stage",
-    "call", "slo_class", "tier",
+    "system", "expected_output_tokens", "unblocks", "weight", "weight_version", "attempt", "session", "interaction",
+    "stage", "call", "slo_class", "tier",
 })  # fmt: skip
 """Fields of a job that are taken over."""
 

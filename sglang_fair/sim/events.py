@@ -18,6 +18,7 @@ class SimRequest(NamedTuple):
     expected_output_tokens: int | None = None
     weight: float | None = None
     weight_version: int = 0
+    session: str = ""
     app: str = ""
     interaction: str = ""
     stage: str = ""

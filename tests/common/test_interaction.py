@@ -14,13 +14,25 @@ values = st.one_of(
 
 @given(
     st.dictionaries(
-        st.sampled_from(["x-fair-app", "x-fair-interaction", "x-fair-stage", "x-fair-last"]), st.text()
+        st.sampled_from(
+            [
+                "x-fair-app",
+                "x-fair-interaction",
+                "x-fair-stage",
+                "x-fair-last",
+                "x-fair-session",
+                "session-id",
+            ]
+        ),
+        st.text(),
     ),
-    st.one_of(values, st.dictionaries(st.sampled_from(["app", "interaction", "stage", "last"]), values)),
+    st.one_of(
+        values, st.dictionaries(st.sampled_from(["app", "interaction", "stage", "last", "session"]), values)
+    ),
 )
 def test_whatever_is_said_makes_names_that_can_travel(headers: dict[str, str], metadata: object) -> None:
     part = part_of(headers, metadata)
-    for name in part[:3]:
+    for name in (*part[:3], part.session):
         assert len(name) <= MAX_NAME_CHARS
         assert name.isascii()
         assert not name.startswith("(")
@@ -34,6 +46,27 @@ def test_a_header_goes_before_the_body() -> None:
     assert part_of({"x-fair-last": "yes"}) == Part()
     assert part_of({}, ["app"]) == Part()
     assert part_of({}, {"app": "x" * (MOST_CHARS + 1), "last": True}) == Part()
+
+
+@pytest.mark.parametrize(
+    ("headers", "session"),
+    [
+        ({"x-session-affinity": "ses_1"}, "ses_1"),
+        ({"x-session-affinity": "ses_2", "x-parent-session-id": "ses_1"}, "ses_1"),
+        ({"x-claude-code-session-id": "c", "x-claude-code-agent-id": "child"}, "c"),
+        ({"session-id": "root", "thread-id": "child", "x-codex-parent-thread-id": "root"}, "root"),
+        ({"session_id": "older"}, "older"),
+        ({"x-fair-session": "mine", "session-id": "its"}, "mine"),
+        ({"x-fair-session": " ", "session-id": "its"}, "its"),
+        ({"x-llm-d-inference-fairness-id": "client"}, ""),
+    ],
+    ids=["opencode", "its child", "claude code", "codex", "codex before", "said", "blank", "none"],
+)
+def test_a_session_is_what_coding_agents_say_and_a_child_is_of_its_parents(
+    headers: dict[str, str], session: str
+) -> None:
+    assert part_of(headers).session == session
+    assert part_of(headers, {"session": "body"}).session == (session or "body")
 
 
 def test_an_application_that_is_not_bound_is_another_one() -> None:

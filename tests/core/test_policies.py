@@ -46,7 +46,7 @@ def make(name: str, quantum: float = 20) -> Policy:
 @given(seed=seeds)
 def test_every_job_is_offered_once(name, seed):
     """After any history, releasing and admitting to the end gives exactly the jobs that wait."""
-    script = Script(make(name), seed).run()
+    script = Script(make(name), seed, sessions=seed % 4).run()
     script.release()
     expected = sorted(script.waiting)
     script.picks.clear()
@@ -62,7 +62,7 @@ def test_every_job_is_offered_once(name, seed):
 def test_only_a_held_client_whose_turn_it_is_stops_a_pass(name, seed):
     """Work conservation: None with somebody waiting who is not held means that without the held jobs there
     would be an offer."""
-    script, random = Script(make(name), seed, holds=False).run(), Random(seed)
+    script, random = Script(make(name), seed, holds=False, sessions=seed % 4).run(), Random(seed)
     while len(script.held) < len(script.waiting):
         job = script.pick()
         if job is None:
@@ -108,8 +108,8 @@ def test_a_pass_without_admissions_leaves_no_trace(name, seed):
             policy.hold(job)
         policy.release()
 
-    quiet = Script(make(name), seed, holds=False).run()
-    noisy = Script(make(name), seed, holds=False, before_pick=noise).run()
+    quiet = Script(make(name), seed, holds=False, sessions=seed % 4).run()
+    noisy = Script(make(name), seed, holds=False, before_pick=noise, sessions=seed % 4).run()
     assert noisy.picks == quiet.picks
     assert noisy.policy.counters() == quiet.policy.counters()
 

@@ -48,6 +48,8 @@ class Burst:
     weight: float | None = None
     weight_version: int = 0
     """What they bring of their client's weight."""
+    sessions: int = 1
+    """That their client names for them."""
 
     def requests(self, number: int) -> list[Request]:
         head = tuple((self.client, place) for place in range(self.prompt_tokens - 1 if self.hot else 0))
@@ -60,6 +62,7 @@ class Burst:
                 self.output_tokens + self.spare_tokens,
                 weight=self.weight,
                 weight_version=self.weight_version,
+                session=str(one % self.sessions),
             )
             for one in range(self.count)
         ]
@@ -91,6 +94,7 @@ def bursts(*, aborts: bool = True) -> st.SearchStrategy[Burst]:
         spare_tokens=st.sampled_from([0, 0, 3]),
         hot=st.booleans(),
         aborted_after=st.sampled_from([0, 0, 3]) if aborts else st.just(0),
+        sessions=st.sampled_from([1, 1, 40]),
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from router.gateway.access import quota
 from router.gateway.access.identity import Known
 from router.gateway.access.quota import UNNAMED_TOKENS, Quotas, Ticket, check_store
 from router.gateway.errors import ApiError
@@ -318,10 +320,16 @@ async def test_what_was_charged_here_is_given_back_here() -> None:
     await quotas.close()
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="Debian's redis-server is not installed")
-async def test_two_gateways_count_together_in_redis(tmp_path: Path) -> None:
+needs_redis = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="Debian's redis-server is not installed"
+)
+
+
+@asynccontextmanager
+async def redis(folder: Path) -> AsyncIterator[str]:
+    """The address of a Redis that is empty. However busy this machine is, it counts as there."""
     pytest.importorskip("redis", reason="the client library of Redis is not installed")
-    port, limits = free_port(), {"tokens_per_day": LIMIT}
+    port = free_port()
 
     async def connects() -> bool:
         try:
@@ -331,24 +339,123 @@ async def test_two_gateways_count_together_in_redis(tmp_path: Path) -> None:
         return True
 
     with subprocess.Popen(
-        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)],
+        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)],
         stdout=subprocess.DEVNULL,
     ) as server:
         try:
             await eventually(connects, "Redis listens")
-            one, other = (Quotas(f"redis://127.0.0.1:{port}/0") for _ in range(2))
-            first = await opened(one, **limits)
-            await first.admit(500, 400)
-            second = await opened(other, **limits)
-            assert (await refused(second.admit(500, 0))).status == 429
-            second.close(0)
-            first.close(100)
-            await asyncio.gather(one.close(), other.close())
-            third = await opened(other, **limits)
-            await third.admit(300, 0)
-            assert third.headers["x-ratelimit-remaining-tokens-day"] == str(LIMIT - (500 + 100) - 300)
-            third.close(0)
-            await other.close()
-            assert one.store_failures == other.store_failures == 0
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(quota, "STORE_TIMEOUT_S", 30.0)
+                yield f"redis://127.0.0.1:{port}/0"
         finally:
             server.kill()
+
+
+@needs_redis
+async def test_two_gateways_count_together_in_redis(tmp_path: Path) -> None:
+    limits = {"tokens_per_day": LIMIT}
+    async with redis(tmp_path) as address:
+        one, other = Quotas(address), Quotas(address)
+        first = await opened(one, **limits)
+        await first.admit(500, 400)
+        second = await opened(other, **limits)
+        assert (await refused(second.admit(500, 0))).status == 429
+        second.close(0)
+        first.close(100)
+        await asyncio.gather(one.close(), other.close())
+        third = await opened(other, **limits)
+        await third.admit(300, 0)
+        assert third.headers["x-ratelimit-remaining-tokens-day"] == str(LIMIT - (500 + 100) - 300)
+        third.close(0)
+        await other.close()
+        assert one.store_failures == other.store_failures == 0
+
+
+async def settled(quotas: Quotas) -> None:
+    while quotas._settling:
+        await asyncio.wait(quotas._settling)
+
+
+@needs_redis
+async def test_requests_at_a_time_of_two_gateways(tmp_path: Path) -> None:
+    """Many at the same moment; requests that end, and one whose client hangs up while it is counted."""
+    limits, refusals = Limits(concurrency=5), set[tuple[int, str]]()
+
+    async def one(quotas: Quotas) -> Ticket | None:
+        try:
+            return await quotas.enter(known(concurrency=5))
+        except ApiError as error:
+            refusals.add((error.status, error.headers["retry-after"]))
+            return None
+
+    async with redis(tmp_path) as address:
+        both = Quotas(address), Quotas(address)
+        for _ in range(3):
+            came = await asyncio.gather(*[one(both[number % 2]) for number in range(40)])
+            tickets = [ticket for ticket in came if ticket is not None]
+            assert len(tickets) == 5
+            assert refusals == {(429, "1")}
+            for quotas in both:
+                assert await quotas.left("gold", limits) == [("concurrency", 5, 0, None)]
+            for ticket in tickets:
+                ticket.close(0)
+                ticket.close(0)
+            leaving = asyncio.create_task(both[0].enter(known(concurrency=5)))
+            await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            await asyncio.gather(*map(settled, both))
+            assert await both[1].left("gold", limits) == [("concurrency", 5, 5, None)]
+        for quotas in both:
+            assert quotas.store_failures == 0
+            assert not quotas._leased
+            await quotas.close()
+
+
+HOLDS = """
+import asyncio, sys
+from router.gateway.access.identity import Caller, Known
+from router.gateway.access.quota import Quotas
+from sglang_fair.tenants.model import Limits, Tenant
+
+async def hold():
+    quotas = Quotas(sys.argv[1], lease_s=1.5)
+    ticket = await quotas.enter(Known(Tenant(limits=Limits(concurrency=1)), Caller("gold")))
+    print("in", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(hold())
+"""
+
+
+@needs_redis
+async def test_a_gateway_that_is_killed_gives_its_requests_back_when_their_leases_end(tmp_path: Path) -> None:
+    """Until then they are renewed, also after the store has lost them."""
+    async with redis(tmp_path) as address:
+        quotas = Quotas(address)
+        assert quotas._remote is not None
+        store, key = quotas._remote._redis, "sglang-fair/at-once/gold"
+
+        async def is_held() -> bool:
+            return await quotas.left("gold", Limits(concurrency=1)) == [("concurrency", 1, 0, None)]
+
+        with subprocess.Popen([sys.executable, "-c", HOLDS, address], stdout=subprocess.PIPE) as gateway:
+            assert gateway.stdout is not None
+            assert await asyncio.to_thread(gateway.stdout.readline) == b"in\n"
+            [(request, ends)] = await store.zrange(key, 0, -1, withscores=True)
+
+            async def is_renewed() -> bool:
+                return bool((await store.zscore(key, request) or 0) > ends)
+
+            await eventually(is_renewed, "its lease is renewed")
+            await store.flushall()
+            await eventually(is_held, "what the store has lost is there again")
+            assert (await refused(quotas.enter(known(concurrency=1)))).status == 429
+            gateway.kill()
+
+        async def is_free() -> bool:
+            return not await is_held()
+
+        await eventually(is_free, "its lease has ended")
+        (await opened(quotas, concurrency=1)).close(0)
+        await quotas.close()

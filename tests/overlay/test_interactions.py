@@ -21,9 +21,11 @@ def says(app: str = "", interaction: str = "", call: int | None = None, **more: 
     return {f"x-fair-{key}": value for key, value in said.items() if value}
 
 
-def finished_in_order(replica: Replica, calls: list[tuple[str, str, int | None]]) -> list[int]:
-    """The places in `calls` (client, interaction, number by a gateway) in the order in which they were answered, while
-    one request at a time is computed."""
+def finished_in_order(
+    replica: Replica, calls: list[tuple[str, str, int | None]], sessions: str = ""
+) -> list[int]:
+    """The places in `calls` (client, interaction, number by a gateway), each of one of `sessions`, in the order in
+    which they were answered, while one request at a time is computed."""
 
     async def scenario() -> list[Any]:
         blocker = asyncio.create_task(replica.ask("blocker", [9] * 40, 20_000))
@@ -32,11 +34,10 @@ def finished_in_order(replica: Replica, calls: list[tuple[str, str, int | None]]
         )
         asked = []
         for place, (client, interaction, call) in enumerate(calls):
-            asked.append(
-                asyncio.create_task(
-                    replica.ask(client, [place + 1] * 30, 4, headers=says("app", interaction, call))
-                )
-            )
+            headers = says("app", interaction, call)
+            if sessions:
+                headers["session-id"] = sessions[place]
+            asked.append(asyncio.create_task(replica.ask(client, [place + 1] * 30, 4, headers=headers)))
             waiting = place + 1
             await asyncio.to_thread(
                 wait_until,
@@ -51,10 +52,12 @@ def finished_in_order(replica: Replica, calls: list[tuple[str, str, int | None]]
 
 
 def test_a_call_of_an_interaction_that_has_begun_goes_first() -> None:
+    """And the sessions of a client take turns."""
     with Replica("--policy", "wsc-dlpm", "--max-running", "1") as replica:
         assert finished_in_order(replica, [("a", "", None), ("b", "x", 2), ("c", "", None)]) == [1, 0, 2]
         # Without a gateway the replica counts itself: the second call of one interaction.
         assert finished_in_order(replica, [("d", "", None), ("e", "y", None), ("e", "y", None)])[0] == 2
+        assert finished_in_order(replica, [("f", "", None)] * 5, "11123") == [0, 3, 4, 1, 2]
 
 
 def test_a_replica_that_is_told_to_stop_ends_whatever_connections_its_clients_keep() -> None:

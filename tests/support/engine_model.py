@@ -52,6 +52,7 @@ class Request:
     slack_s: float | None = None
     tier: int = 0
     call: int = 1
+    session: str = ""
 
     @property
     def reserved_tokens(self) -> int:
@@ -193,6 +194,7 @@ class EngineModel:
             deadline_s=None if request.slack_s is None else self.steps + request.slack_s,
             tier=request.tier,
             call=request.call,
+            session=request.session,
             arrived_s=self.steps,
         )
         self.admission.tick(self.steps)

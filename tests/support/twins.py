@@ -99,9 +99,12 @@ class Script:
         delays: bool = False,
         rename: Callable[[str], str] = str,
         before_pick: Callable[["Script"], None] | None = None,
+        sessions: int = 0,
     ) -> None:
+        """`sessions`: how many each client names; 0: none."""
         self.policy, self.random, self.holds, self.rename = policy, Random(seed), holds, rename
         self.clients, self.delays, self.before_pick = clients, delays, before_pick
+        self.sessions = sessions
         self.waiting: dict[int, Job] = {}
         self.held: list[Job] = []
         self.running: list[Job] = []
@@ -150,6 +153,8 @@ class Script:
             f"id{self.arrivals}", self.rename(client), arrival=self.arrivals, prefix_tokens=prefix_tokens
         )
         job.prompt_tokens = prefix_tokens + 2
+        if self.sessions:
+            job.session = f"s{self.arrivals % self.sessions}"
         if self.policy.refuses(job) is None:
             self.waiting[job.arrival] = job
             self.policy.arrive(job)

@@ -8,10 +8,10 @@ limit. At its end the difference to what it had is given back, or charged. Where
 because a client has left before an answer in one piece, the charge stays. What no replica has taken costs no tokens.
 Bound. What a window lets through exceeds its limit by no more than what answers have beyond that which was charged for
 them at first, because a running answer is not cut off: nothing with `output_tokens`, nor for a named length within the
-limit.
+limit. Of requests at a time never more than the limit are under way, in all gateways that share a store (`leases`).
 Leaks. At the turn of a window its limit begins anew, so two windows' worth may fall close together, and what is left of
-a charge in a window that is over is not given back. Requests at a time are of one process. While the store does not
-answer, each process counts by itself; what is given back goes to the counts that were charged, and is lost if those do
+a charge in a window that is over is not given back. While the store does not answer, and without one, each process
+counts by itself; what is given back goes to the counts that were charged, and is lost if those do
 not answer. A store that has lost its counts is given back all the same what requests under way were charged.
 """
 
@@ -19,18 +19,22 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from router.gateway.access.identity import Known
+from router.gateway.access.leases import LEASE_S, Leases
 from router.gateway.errors import ApiError
+from sglang_fair.common.ids import new_id
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.tenants.model import Limits
 
 log = logging.getLogger("gateway")
+
+Answer = TypeVar("Answer")
 
 MEMORY = "memory"
 SCHEMES = ("redis://", "rediss://")
@@ -101,10 +105,11 @@ class _Local:
 class _Remote:
     """A Redis. Its client library is imported where there is one."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, lease_s: float = LEASE_S) -> None:
         from redis.asyncio import ConnectionPool, Redis
 
         self._redis = Redis.from_pool(ConnectionPool.from_url(address))
+        self.leases = Leases(self._redis, lease_s)
 
     async def incr(self, key: str, expiry_s: int, amount: int) -> int:
         async with self._redis.pipeline() as both:
@@ -120,11 +125,17 @@ class _Remote:
 class Quotas:
     """What tenants have used. Belongs to one event loop."""
 
-    def __init__(self, address: str = MEMORY, clock_s: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, address: str = MEMORY, clock_s: Callable[[], float] = time.time, lease_s: float = LEASE_S
+    ) -> None:
         """`address` is `memory` or that of a Redis. Raises as `check_store`."""
         check_store(address)
         self._local = _Local(clock_s)
-        self._remote = None if address == MEMORY else _Remote(address)
+        self._remote = None if address == MEMORY else _Remote(address, lease_s)
+        self._lease_s = lease_s
+        self._leased: dict[str, dict[str, None]] = {}
+        """By tenant, requests under way that are in its set, or will be with the next renewal."""
+        self._renewing: asyncio.Task[None] | None = None
         self._clock_s = clock_s
         self._silent_until_s = 0.0
         self.at_once: Counter[str] = Counter()
@@ -150,6 +161,8 @@ class Quotas:
         """Waits until everything is charged, and leaves the store."""
         while self._settling:
             await asyncio.wait(self._settling)
+        if self._renewing is not None:
+            self._renewing.cancel()
         if self._remote is not None:
             await self._remote.close()
 
@@ -175,7 +188,7 @@ class Quotas:
         key = f"sglang-fair/{charge.window.name}/{charge.tenant}/{charge.number}"
         expiry_s, used = 2 * charge.window.seconds, None
         if self._remote is not None and charge.is_remote is not False:
-            used = await self._ask(self._remote, key, expiry_s, amount)
+            used = await self._ask(self._remote.incr, key, expiry_s, amount)
             if used is None and charge.is_remote:
                 return None
         charge.is_remote = used is not None
@@ -190,13 +203,45 @@ class Quotas:
         elif more and charge.number == number:
             await self.add(charge, more)
 
-    async def _ask(self, store: _Remote, key: str, expiry_s: int, amount: int) -> int | None:
-        """None: it does not answer, or has not lately."""
+    async def take_place(self, tenant: str, request: str, limit: int) -> bool:
+        """Whether fewer than `limit` requests of the tenant are under way elsewhere, as far as the store answers."""
+        if self._remote is None:
+            return True
+        leases = self._remote.leases
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew(leases))
+        is_in = await self._ask(leases.enter, tenant, request, limit)
+        if is_in is not False:
+            self._leased.setdefault(tenant, {})[request] = None
+        return is_in is not False
+
+    async def give_place(self, tenant: str, request: str) -> None:
+        """Of a request that `take_place` was asked for."""
+        mine = self._leased.get(tenant)
+        if self._remote is None or mine is None or request not in mine:
+            return
+        del mine[request]
+        if not mine:
+            del self._leased[tenant]
+        await self._ask(self._remote.leases.leave, tenant, [request])
+
+    async def _renew(self, leases: Leases) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            for tenant, mine in list(self._leased.items()):
+                known = list(mine)
+                await self._ask(leases.renew, tenant, known)
+                # One that has left meanwhile may have been renewed behind that.
+                if gone := [one for one in known if one not in mine]:
+                    await self._ask(leases.leave, tenant, gone)
+
+    async def _ask(self, work: Callable[..., Awaitable[Answer]], *given: object) -> Answer | None:
+        """What the store says; None: it does not answer, or has not lately."""
         if time.monotonic() < self._silent_until_s:
             return None
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                return await store.incr(key, expiry_s, amount)
+                return await work(*given)
         except Exception as error:  # the client library has errors of its own
             self.store_failures += 1
             self._silent_until_s = time.monotonic() + RETRY_S
@@ -211,7 +256,10 @@ class Quotas:
                 used = await self.add(Charge(tenant, window, self.window(window)), 0) or 0
                 found.append((window.name, limit, max(0, limit - used), self.left_s(window)))
         if limits.concurrency is not None:
-            left = max(0, limits.concurrency - self.at_once[tenant])
+            under_way = self.at_once[tenant]
+            if self._remote is not None:
+                under_way = max(under_way, await self._ask(self._remote.leases.count, tenant) or 0)
+            left = max(0, limits.concurrency - under_way)
             found.append(("concurrency", limits.concurrency, left, None))
         for name, most in (("prompt-tokens", limits.prompt_tokens), ("output-tokens", limits.output_tokens)):
             if most is not None:
@@ -253,6 +301,7 @@ class Ticket:
         self.headers: dict[str, str] = {}
         """For its answer: `x-ratelimit-*`."""
         self._quotas, self._tenant, self._limits = quotas, tenant, limits
+        self._name = new_id()
         self._charges: list[Charge] = []
         """Of tokens."""
         self._prompt_tokens = 0
@@ -261,11 +310,13 @@ class Ticket:
 
     async def enter(self) -> None:
         """Counts the request. Raises `ApiError` 429."""
-        limits, at_once = self._limits, self._quotas.at_once
-        if limits.concurrency is not None and at_once[self._tenant] >= limits.concurrency:
-            raise self._refusal("concurrency", f"{limits.concurrency} requests at a time", BUSY_RETRY_S)
+        limits, at_once, most = self._limits, self._quotas.at_once, self._limits.concurrency
+        if most is not None and at_once[self._tenant] >= most:
+            raise self._busy(most)
         self._is_in = True
         at_once[self._tenant] += 1
+        if most is not None and not self._quotas.is_local:
+            await self._shielded(self._take_place(most))
         if limits.requests_per_minute is not None:
             await self._shielded(self._take(REQUESTS, limits.requests_per_minute, 1, 1))
 
@@ -321,9 +372,17 @@ class Ticket:
             await self._correct(0)
             raise
 
+    async def _take_place(self, most: int) -> None:
+        if not await self._quotas.take_place(self._tenant, self._name, most):
+            raise self._busy(most)
+
+    def _busy(self, most: int) -> ApiError:
+        return self._refusal("concurrency", f"{most} requests at a time", BUSY_RETRY_S)
+
     async def _settle(self, output_tokens: int | None, was_taken: bool) -> None:
         if self._work is not None:
             await asyncio.gather(self._work, return_exceptions=True)
+        await self._quotas.give_place(self._tenant, self._name)
         if output_tokens is not None or not was_taken:
             await self._correct(self._prompt_tokens + (output_tokens or 0) if was_taken else 0)
 
