@@ -57,7 +57,8 @@ class Limits(Part):
         default=None, description="The same in a day, which begins at 00:00 UTC."
     )
     concurrency: Count | None = Field(
-        default=None, description="Requests at a time: of all gateways with `--limit-store`, else in each of their processes."
+        default=None,
+        description="Requests at a time: of all gateways with `--limit-store`, else in each of their processes.",
     )
     prompt_tokens: Count | None = Field(
         default=None, description="Longest prompt; all prompts of one request together."
