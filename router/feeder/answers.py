@@ -2,6 +2,7 @@
 
 2xx                     its result
 another 4xx             its error
+504, expired            its error: it did not want to be computed later
 429                     later: its client has had what it may have for the moment
 two replicas ended      its error, at once: it would end two more
 503, quarantined        later: of its client one at a time is served
@@ -13,6 +14,7 @@ two replicas ended      its error, at once: it would end two more
 from typing import NamedTuple
 
 from router.suspects import ENDED, QUARANTINED
+from sglang_fair.common.deadlines import EXPIRED_CODE
 
 MOST_TRIES = 3
 TROUBLE = (408, 500, 502, 504)
@@ -62,7 +64,7 @@ def judge(answer: Answer, tries: int) -> Result | Again:
         return Again(FIRST_WAIT_S, "all", counts=False)
     if status == 429:
         return Again(_bounded(answer.retry_after_s or 1.0), "client", counts=False)
-    if answer.code == ENDED:
+    if answer.code in (ENDED, EXPIRED_CODE):
         return Result(False, status)
     if status == 503 and answer.code == QUARANTINED:
         return Again(_bounded(answer.retry_after_s or 1.0), "client", counts=False)

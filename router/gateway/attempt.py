@@ -14,7 +14,7 @@ from router.events import Done, Place, Progress, Suspicion
 from router.events import Outcome as Ending
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import Usage, stream_of, usage_of
-from router.gateway.errors import describe, of_replica
+from router.gateway.errors import describe, expired, of_replica
 from router.gateway.gateway import Gateway
 from router.gateway.listener import ClientGone, ClientRequest
 from router.gateway.record import Try
@@ -22,6 +22,7 @@ from router.gateway.replicas.connections import Asking, Broken, Connection, NoDe
 from router.gateway.replicas.retries import Failed
 from router.gateway.request.call import Call
 from router.gateway.request.kinds import PATHS, style_of
+from sglang_fair.common.deadlines import EXPIRED_STATUS, HEADER_TTL
 from sglang_fair.common.identity import bounded
 from sglang_fair.common.swapping import MISDIRECTED
 
@@ -43,6 +44,8 @@ class Leg(NamedTuple):
     """Its prompt, for the router."""
     waiting_since_s: float
     """When its client began to wait, on the monotonic clock; the time to first token counts from it."""
+    expires_s: float | None = None
+    """When it is dropped if it has not begun, on the same clock; None: never."""
 
 
 class Attempt:
@@ -85,6 +88,11 @@ class Attempt:
         return self._stream.next_number
 
     @property
+    def is_sent(self) -> bool:
+        """The replica has the request, or is being sent it, and has to say whether it has begun."""
+        return self._asking is not None
+
+    @property
     def was_taken(self) -> bool:
         """The replica has, or may have, computed something for it."""
         return self._was_accepted or self._may_be_working
@@ -104,7 +112,7 @@ class Attempt:
 
     async def run(self, headers: dict[str, str], reply: ClientRequest, resumable: Resumable | None) -> None:
         """Has the replica serve the request and passes its answer on. Raises `Failed` if the client has it not whole,
-        `ClientGone` if the client leaves."""
+        `ApiError` if it has expired there, `ClientGone` if the client leaves."""
         worker = self._place.worker
         try:
             await self._carry(headers, reply, resumable)
@@ -131,6 +139,9 @@ class Attempt:
         client, worker = self._suspicion.client, self._place.worker
         await self._replicas.window(self._url).reserve(client, len(self._call.encoded))
         self._may_be_working = True
+        call, expires_s = self._call, self._leg.expires_s
+        if expires_s is not None and call.samples == 1 and not call.is_batch:
+            headers[HEADER_TTL] = f"{max(1.0, 1e3 * (expires_s - time.monotonic())):.1f}"
         body = self._call.forwarded(self._place.id)
         self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body, self._patience_s)
         # A replica that falls silent is given up at once, wherever in here its answer is waited for.
@@ -141,6 +152,9 @@ class Attempt:
                 if (failed := TURNED_AWAY.get(answer.status)) is not None:
                     self._may_be_working = False
                     raise Failed(failed.how, failed.reason, worker)
+                if answer.status == EXPIRED_STATUS and HEADER_TTL in headers:
+                    self._may_be_working = False
+                    raise expired()
                 self._was_accepted = True
                 kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if answer.status == 200 and kind == "text/event-stream":

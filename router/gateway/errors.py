@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from starlette.responses import Response
 
+from sglang_fair.common.deadlines import EXPIRED, EXPIRED_CODE, EXPIRED_STATUS
+
 RETRY_AFTER_S = 1
 
 Style = Literal["openai", "anthropic"]
@@ -26,6 +28,7 @@ ANTHROPIC_TYPES: Mapping[int, str] = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 """By status; all others are `api_error`."""
 
@@ -129,6 +132,11 @@ def of_replica(status: int, body: bytes) -> ApiError:
 def overloaded(message: str) -> ApiError:
     """429: the client may come back when it has less in flight."""
     return ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
+
+
+def expired() -> ApiError:
+    """504: it has waited for longer than its sender wants to."""
+    return ApiError(EXPIRED_STATUS, EXPIRED, code=EXPIRED_CODE)
 
 
 def describe(error: BaseException) -> str:

@@ -13,12 +13,13 @@ record (`record.Exchange`), which counts, metrics, log and spans read at its end
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from router.events import TOKEN_BYTES
 from router.gateway.access.identity import Known
 from router.gateway.access.quota import Ticket
-from router.gateway.errors import ApiError
+from router.gateway.errors import ApiError, expired
 from router.gateway.gateway import Gateway
 from router.gateway.listener import ClientGone, ClientRequest
 from router.gateway.record import REQUEST_ID
@@ -29,7 +30,7 @@ from router.gateway.sharing import Allowance
 from router.shared_limit import address_share
 from sglang_fair.common import token_ids
 from sglang_fair.common.caller import HEADER_SALT, Caller, salt_header
-from sglang_fair.common.deadlines import BadDeadline, Promise, attained
+from sglang_fair.common.deadlines import EXPIRED_CODE, BadDeadline, Promise, attained, time_to_live
 from sglang_fair.common.identity import (
     ANNOUNCEMENTS,
     ANONYMOUS,
@@ -76,6 +77,8 @@ class Relay:
         self._part = Part()
         """What it says of its interaction."""
         self._serving: Serving | None = None
+        self._ttl_s: float | None = None
+        """After which it is dropped, if it has not begun."""
 
     async def run(self) -> None:
         outcome: Outcome = "failed"
@@ -87,7 +90,7 @@ class Relay:
         except ClientGone:
             outcome = "left"
         except ApiError as error:
-            outcome = "refused" if error.status < 500 else "failed"
+            outcome = "refused" if error.status < 500 or error.code == EXPIRED_CODE else "failed"
             await self._refuse(error)
         finally:
             self._end(outcome)
@@ -132,6 +135,7 @@ class Relay:
     def _promised(self) -> Promise:
         """What its headers ask for. Raises `ApiError` 400, which names the header, for what nobody can promise."""
         try:
+            self._ttl_s = time_to_live(self._headers)
             return self._gateway.classes.promise(self._headers, self._row.came_s)
         except BadDeadline as error:
             raise ApiError(400, str(error), code="invalid_deadline", param=error.header) from None
@@ -161,30 +165,51 @@ class Relay:
             raise ApiError(408, "the body did not arrive in time", code="body_timeout") from error
 
     async def _while_client_listens(self, raw: bytes, promise: Promise) -> Outcome:
-        """Serves the request; cancels that and raises `ClientGone` when the client disconnects."""
-        reply, has_left = self._request, False
+        """Serves the request; cancels that and raises `ClientGone` when the client disconnects, or `ApiError` 504 when
+        it expires while no replica has it."""
+        reply = self._request
+        why: Exception | None = None
         serving = asyncio.current_task(reply.loop)
         assert serving is not None
 
-        def leave() -> None:
-            nonlocal has_left
-            if not (reply.ended or has_left):  # the end of an answer may be reported, too
-                has_left = True
+        def stop(reason: Exception) -> None:
+            nonlocal why
+            if not (reply.ended or why):  # the end of an answer may be reported, too
+                why = reason
                 serving.cancel()
 
-        stop_watching = reply.when_client_leaves(leave)
+        def expire() -> None:
+            if self._serving is not None:
+                self._serving.is_overdue = True
+            if self._serving is None or not self._serving.is_sent:  # else the replica knows, and it decides
+                stop(expired())
+
+        stop_watching = reply.when_client_leaves(lambda: stop(ClientGone()))
+        timer = self._at_its_end(expire)
         try:
-            return await self._serve(await self._understood(raw, promise))
+            call = await self._understood(raw, promise)
+            if self._ttl_s is None and call.ttl_s is not None:
+                self._ttl_s = call.ttl_s
+                timer = self._at_its_end(expire)
+            return await self._serve(call)
         except asyncio.CancelledError:
-            if not has_left:
+            if why is None:
                 raise
             serving.uncancel()
-            raise ClientGone from None
+            raise why from None
         finally:
             stop_watching()
+            if timer is not None:
+                timer.cancel()
             if reply.started:
                 self._row.status = self._row.status or reply.status
                 self._row.answered_s = reply.started_s if reply.status < 400 else None
+
+    def _at_its_end(self, expire: Callable[[], None]) -> asyncio.TimerHandle | None:
+        if self._ttl_s is None:
+            return None
+        left_s = self._row.came_s + self._ttl_s - time.monotonic()
+        return self._request.loop.call_later(max(0.0, left_s), expire)
 
     async def _understood(self, raw: bytes, promise: Promise) -> Call:
         """The request in the body, which its client may make. Raises `ApiError`."""
@@ -226,7 +251,7 @@ class Relay:
         self._serving = Serving(
             self._gateway, row, self._known, self._part, call, self._request, headers, self._trace
         )
-        return await self._serving.run(tokens)
+        return await self._serving.run(tokens, None if self._ttl_s is None else row.came_s + self._ttl_s)
 
     def _headers_for_replica(self, call: Call, system_tokens: int) -> dict[str, str]:
         names = PASSED_THROUGH if self._trace is not None else PASSED_THROUGH + TRACE_CONTEXT

@@ -16,7 +16,7 @@ from router.gateway.access.identity import Known
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import DONE, error_event
 from router.gateway.attempt import Attempt, Leg
-from router.gateway.errors import ApiError
+from router.gateway.errors import ApiError, expired
 from router.gateway.gateway import Gateway
 from router.gateway.listener import ClientRequest
 from router.gateway.record import Exchange, Try
@@ -81,6 +81,8 @@ class Serving:
         self._attempt: Attempt | None = None
         """That under way."""
         self._was_taken = False
+        self.is_overdue = False
+        """It may begin no more."""
         self._next_number = 0
         """Of the event that follows what the client has, in a stream that numbers them."""
 
@@ -88,6 +90,11 @@ class Serving:
     def was_taken(self) -> bool:
         """A replica has, or may have, computed something for it."""
         return self._was_taken or (self._attempt is not None and self._attempt.was_taken)
+
+    @property
+    def is_sent(self) -> bool:
+        """A replica has it."""
+        return self._attempt is not None and self._attempt.is_sent
 
     @property
     def is_uncounted(self) -> bool:
@@ -102,11 +109,11 @@ class Serving:
             is_answered = self._part.is_last and outcome == "ok"
             self._gateway.interactions.end(self._interaction, is_answered=is_answered)
 
-    async def run(self, tokens: bytes) -> Outcome:
-        """Makes attempts until the client has an outcome; `tokens` are the request's. Raises `ApiError` while it has
-        nothing."""
+    async def run(self, tokens: bytes, expires_s: float | None = None) -> Outcome:
+        """Makes attempts until the client has an outcome; `tokens` are the request's, `expires_s` as in `Leg`. Raises
+        `ApiError` while it has nothing."""
         reply, resumable = self._reply, self._resumable
-        leg, failed = Leg(self._call, tokens, self._row.came_s), None
+        leg, failed = Leg(self._call, tokens, self._row.came_s, expires_s), None
         while True:
             try:
                 if failed is not None:
@@ -162,8 +169,10 @@ class Serving:
     # -- one attempt
 
     async def _try(self, leg: Leg) -> None:
-        """Has the leg placed and served to its end. Raises `Failed`."""
+        """Has the leg placed and served to its end. Raises `Failed`, and `ApiError` if it has expired."""
         gateway, row = self._gateway, self._row
+        if self.is_overdue and not self._reply.started:
+            raise expired()
         arrive = self._arrive(leg)
         noted = gateway.record.tried(row, arrive.id)
         traced = {} if self._trace is None else self._trace.attempt(noted)
@@ -178,6 +187,9 @@ class Serving:
             noted.outcome = failed.how if failed.how in ("refused", "unplaced") else "failed"
             noted.reason = failed.reason
             raise failed from None
+        except ApiError as error:
+            noted.outcome, noted.reason = "refused", error.message
+            raise
         finally:
             noted.ended_s = time.monotonic()
             noted.outcome = noted.outcome or "left"

@@ -9,6 +9,8 @@ A client says it in headers:
 The time counts from the request's arrival at the gateway. A later call of an interaction has class and start of its
 first one, so it is due before new ones (`core.interactions`). To a replica the gateway says the class in the same
 header, and how much of the time is left in `HEADER_SLACK`, and the tier in `HEADER_TIER`. No client can set these two.
+
+A request that has not begun within its time to live (`HEADER_TTL`) is dropped: it has begun once a replica computes it.
 """
 
 import re
@@ -22,6 +24,16 @@ HEADER_SLACK = "x-fair-slack-ms"
 
 HEADER_TIER = "x-fair-tier"
 """1 for a request beyond its client's share of the cluster, as the router's placement judges it; else 0, or none."""
+
+HEADER_TTL = "x-fair-ttl-ms"
+"""Milliseconds from a request's arrival, at the gateway or at the replica that gets it."""
+
+FIELD_TTL = "ttl_ms"
+"""The same in a body, where no header says it."""
+
+EXPIRED_STATUS = 504
+EXPIRED_CODE = "expired"
+EXPIRED = "the request had not begun within its time to live, and was dropped; nothing of it was computed"
 
 HEADERS_SLO = ("x-fair-slo-ms", "x-sgl-ttft-slo-ms", "x-llm-d-slo-ttft-ms")
 
@@ -110,16 +122,21 @@ class Classes:
         slo_s = self.seconds[name]
         for header in HEADERS_SLO:
             if header in headers:
-                slo_s = _slo_s(header, headers[header].strip())
+                slo_s = _seconds(header, headers[header].strip())
                 break
         return Promise(name, slo_s, now_s + slo_s)
 
 
-def _slo_s(header: str, text: str) -> float:
-    slo_ms = float(text) if _NUMBER.fullmatch(text) else 0.0
-    if not 0 < slo_ms <= 1e3 * MOST_SLO_S:
+def _seconds(header: str, text: str) -> float:
+    time_ms = float(text) if _NUMBER.fullmatch(text) else 0.0
+    if not 0 < time_ms <= 1e3 * MOST_SLO_S:
         raise BadDeadline(header, "must be a number of milliseconds above 0 and at most a week")
-    return slo_ms / 1e3
+    return time_ms / 1e3
+
+
+def time_to_live(headers: Mapping[str, str]) -> float | None:
+    """In seconds, by headers with lower-case names; None: they say none. Raises `BadDeadline`."""
+    return _seconds(HEADER_TTL, headers[HEADER_TTL].strip()) if HEADER_TTL in headers else None
 
 
 def read_slack(text: str) -> float | None:

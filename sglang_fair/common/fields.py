@@ -23,6 +23,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from sglang_fair.common.deadlines import FIELD_TTL, MOST_SLO_S
+
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_COUNT = 1 << 31
 KEPT_BACK = 2
@@ -404,7 +406,11 @@ NOT_FOR_CLIENTS: Mapping[str, Rule] = {
     **dict.fromkeys(("image_data", "video_data", "audio_data"), Direct("images are for /v1/chat/completions")),
 }  # fmt: skip
 
-EVERYWHERE: Mapping[str, Rule] = {**NOT_FOR_CLIENTS, "priority": SEED, "session_id": text(), "stream": FLAG}
+TTL_MS = Typed(lambda _: Annotated[float, Meta(gt=0, le=1e3 * MOST_SLO_S)])
+
+EVERYWHERE: Mapping[str, Rule] = {
+    **NOT_FOR_CLIENTS, "priority": SEED, "session_id": text(), "stream": FLAG, FIELD_TTL: TTL_MS,
+}  # fmt: skip
 
 OPENAI: Mapping[str, Rule] = {
     **SAMPLING,

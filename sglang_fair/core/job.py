@@ -42,6 +42,8 @@ class Job:
     """Its number in its interaction, from 1 (`interactions`)."""
     deadline_s: float | None = None
     """When its first token is due, by the clock of the engine; None: nothing was promised."""
+    expires_s: float | None = None
+    """When it is dropped, if it has not been admitted by then; None: never."""
     slo_class: str = ""
     """By which promise (`common.deadlines`)."""
     tier: int = 0

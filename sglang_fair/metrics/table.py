@@ -162,6 +162,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("evictions_total", "replica", "counter",
            "Running requests that were taken back for a more urgent one, under policy slo."),
     Metric("policy_refusals_total", "replica", "counter", "Requests that the policy refused (429)."),
+    Metric("expired_requests_total", "replica", "counter",
+           "Requests that were dropped because they had not begun within their time to live (504)."),
     Metric("difference_units", "replica", "gauge",
            "Largest difference of the service, divided by weight, of two labelled clients that wait, since a reading "
            "in the last minute at which both did; 0 if no two have waited. Compare with the bound."),

@@ -23,6 +23,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, Sche
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel
 
+from sglang_fair.common.deadlines import BadDeadline
 from sglang_fair.common.fields import Wrong
 from sglang_fair.core.admission import DELAYED_POLL_S
 from sglang_fair.core.cost import describe
@@ -293,6 +294,8 @@ def process_input_requests(original: Callable[..., None], scheduler: Any, receiv
         scheduler.heartbeat.computes()
         original(scheduler, requests)
         scheduler.heartbeat.passed()
+    for request in scheduler.fair.expired() or ():
+        refusal.drop(scheduler, request)
 
 
 def run_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -426,15 +429,16 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
 def generate_request(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
     try:
         judge_request(manager, obj, request)
-    except Wrong as wrong:
+        carry_client(obj, request)
+    except (Wrong, BadDeadline) as wrong:
         return _refused(str(wrong))
-    carry_client(obj, request)
     if not manager.is_generation and isinstance(obj, GenerateReqInput):
         return _refused("this model makes embeddings: it cannot generate")
     outputs = original(manager, obj, request)
     if token_ids.are_wanted(request):
         outputs = token_ids.noted(outputs, are_new=manager.incremental_streaming_output)
-    if request is None or not refusal.may_refuse(manager.server_args.schedule_policy):
+    may_refuse = refusal.may_refuse(manager.server_args.schedule_policy)
+    if request is None or not (may_refuse or refusal.expires(request.scope["headers"])):
         return outputs
     return refusal.noted(outputs, request)
 
@@ -454,8 +458,8 @@ def tokenizer_manager_started(result: Any, manager: Any, server_args: Any, *args
     status.add_routes(http.app, manager)
     model_gate.add_gate(http.app, manager)
     token_ids.attach()
-    if refusal.may_refuse(server_args.schedule_policy):
-        application.wrap(http.app, refusal.Refusals)
+    of_all = refusal.may_refuse(server_args.schedule_policy)
+    application.wrap(http.app, refusal.Refusals, of_all=of_all)
 
 
 CONNECTIONS_S = 5

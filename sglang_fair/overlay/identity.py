@@ -21,6 +21,7 @@ from sglang_fair.common.deadlines import (
     read_class,
     read_slack,
     read_tier,
+    time_to_live,
 )
 from sglang_fair.common.fields import GENERATE, ROUTES, Direct, Facts, Rule, check, judge
 from sglang_fair.common.identity import (
@@ -46,7 +47,8 @@ CUSTOM_PARAMS_KEY = "fair"
 
 
 def carry_client(obj: Any, request: Any) -> None:
-    """Write the sender into `obj`, SGLang's generate or embedding input. `request` is the HTTP request."""
+    """Write the sender into `obj`, SGLang's generate or embedding input. `request` is the HTTP request. Raises
+    `BadDeadline`."""
     carried: dict[str, str | float | bool] = {"client": ANONYMOUS}
     believed = False
     if request is not None:
@@ -69,6 +71,8 @@ def carry_client(obj: Any, request: Any) -> None:
             carried["slo_class"] = read_class(request.headers.get(HEADER_CLASS, ""))
         if believed and (tier := read_tier(request.headers.get(HEADER_TIER, ""))):
             carried["tier"] = tier
+        if (ttl_s := time_to_live(request.headers)) is not None:
+            carried["ttl_s"] = ttl_s
         if is_health_check(request) or is_probe(request):
             carried["system"] = True
         if believed and (salt := read_salt(request.headers.get(HEADER_SALT, ""))) is not None:
@@ -164,6 +168,8 @@ def job_of(request: Any, apps: Apps, now_s: float) -> Job:
     job.system_tokens = min(carried.get("system_tokens", 0), prompt_tokens)
     if (slack_s := carried.get("slack_s")) is not None:
         job.deadline_s = now_s + slack_s
+    if (ttl_s := carried.get("ttl_s")) is not None:
+        job.expires_s = now_s + ttl_s
     if salt := carried.get("salt"):  # SGLang's requests for embeddings carry none themselves
         request.cache_salt = salt
     return job

@@ -75,6 +75,7 @@ class Page:
         yield "scheduler_answers", (), 1
         yield "waiting_tokens", (), state["waiting_tokens"]
         yield "policy_refusals_total", (), state["refused"]
+        yield "expired_requests_total", (), state["expired"]
         yield "evictions_total", (), state["evictions"]
         yield "books_balanced", (), state["books_ok"]
         yield "books_corrections_total", (), state["corrections"]

@@ -225,7 +225,8 @@ class ReplicaFairness(Books):
 
     def metrics(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """What `GET /metrics` is made of, beside `status` of the same moment; JSON-ready."""
-        same = {name: status[name] for name in ("bound", "refills", "refused", "evictions", "corrections")}
+        names = "bound", "refills", "refused", "expired", "evictions", "corrections"
+        same = {name: status[name] for name in names}
         return self._counts.read(self.queue) | same | {"waiting_tokens": self.waiting_tokens}
 
     def status(self, waiting: list[Any]) -> dict[str, Any]:
@@ -245,6 +246,7 @@ class ReplicaFairness(Books):
             },
             "refills": getattr(policy, "refills", None),
             "refused": self._refused,
+            "expired": self._expired,
             "evictions": 0 if (preemption := self.preemption) is None else preemption.evictions,
             "cache_tokens": None if (of := tree_core.held(self._tree_cache)) is None else largest(of),
             "corrections": self.corrections,

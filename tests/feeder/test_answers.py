@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from router.feeder.answers import LONGEST_WAIT_S, LOST_TRIES, MOST_TRIES, Again, Answer, Result, judge
 from router.suspects import ENDED, QUARANTINED
+from sglang_fair.common.deadlines import EXPIRED_CODE
 
 
 @pytest.mark.parametrize("status", [200, 201, 299, 400, 401, 404, 413, 422])
@@ -13,8 +14,9 @@ def test_what_is_answered_or_refused_is_over(status: int) -> None:
     assert judge(Answer(status), 1) == Result(status < 300, status)
 
 
-def test_what_two_replicas_ended_with_is_over() -> None:
-    assert judge(Answer(502, code=ENDED), 1) == Result(False, 502)
+@pytest.mark.parametrize(("status", "code"), [(502, ENDED), (504, EXPIRED_CODE)])
+def test_what_two_replicas_ended_with_or_has_expired_is_over(status: int, code: str) -> None:
+    assert judge(Answer(status, code=code), 1) == Result(False, status)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ class FakeReplica(Server):
         if self.mode == "die":
             request.transport.abort()
             return web.Response()
-        if self.mode in ("503", "400", "401", "500"):
+        if self.mode in ("503", "400", "401", "500", "504"):
             return web.json_response({"object": "error", "message": "as told"}, status=int(self.mode))
         if self.mode == "silent":
             await asyncio.sleep(DEADLINE_S)

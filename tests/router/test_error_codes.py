@@ -5,10 +5,11 @@ from pathlib import Path
 
 from router.suspects import ENDED, KNOWN, QUARANTINED
 from router.throttling import BAD_LIMITS, NO_THROTTLE
+from sglang_fair.common.deadlines import EXPIRED_CODE
 from sglang_fair.core.throttle import APP, USER
 
 ROOT = Path(__file__).parents[2]
-DECIDED_ELSEWHERE = {APP, USER, BAD_LIMITS, NO_THROTTLE, ENDED, KNOWN, QUARANTINED}
+DECIDED_ELSEWHERE = {EXPIRED_CODE, APP, USER, BAD_LIMITS, NO_THROTTLE, ENDED, KNOWN, QUARANTINED}
 """Codes that are constants of those who decide on them; the gateway passes them on."""
 CODE = re.compile(r'code(?:=|": )"(\w+)"|_refused\(\s*"[^"]*",\s*"(\w+)"|_missing\("(\w+)"')
 

@@ -28,6 +28,7 @@ from router.gateway.request.kinds import (
 )
 from router.wire import namespace
 from sglang_fair.common.caller import salted
+from sglang_fair.common.deadlines import FIELD_TTL
 from sglang_fair.common.fields import MAX_BATCH
 
 FAIR = ("custom_params", "fair")
@@ -107,6 +108,8 @@ class Call:
     """Another replica could continue this stream, by its token ids."""
     salt: str | None = None
     """The cache salt, where it is told in a header."""
+    ttl_s: float | None = None
+    """Its time to live, if the body says one."""
 
     @property
     def is_chat(self) -> bool:
@@ -167,12 +170,9 @@ class Call:
 
 def encode_body(kind: Kind, body: dict[str, Any], with_ids: bool) -> bytes:
     """`body` as replicas get it, without the `rid`; of completions `with_ids` of their tokens in the stream."""
-    ours = (
-        ("rid", "model") if kind == "generate" else ("rid", "request_id") if kind == "responses" else ("rid",)
-    )
-    sent = {
-        key: value for key, value in body.items() if key not in ours
-    }  # /generate of SGLang knows no model
+    # /generate of SGLang knows no model
+    more = {"generate": "model", "responses": "request_id"}.get(kind, "")
+    sent = {key: value for key, value in body.items() if key not in ("rid", FIELD_TTL, more)}
     if kind in ("chat", "completions") and body.get("stream"):
         sent["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
         if kind == "completions" and with_ids:
@@ -224,6 +224,7 @@ def make_call(
         model=model,
         can_go_on=goes_on,
         salt=salt if by_header else None,
+        ttl_s=None if request.ttl_ms is None else request.ttl_ms / 1e3,
     )
 
 

@@ -45,6 +45,13 @@ class Common(msgspec.Struct):
     model: Annotated[
         str | None, Meta(description="A served model, `default`, or a model, a colon and an adapter.")
     ] = None
+    ttl_ms: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="Milliseconds after which the request is dropped if it has not begun, as `x-fair-ttl-ms`.",
+            extra={"must": "be a number of milliseconds above 0"},
+        ),
+    ] = None
 
 
 class Generating(Common):
