@@ -24,7 +24,6 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import match_kv_cache
 
 from sglang_fair.core.admission import Admission, Match, block_of
-from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.interactions import Interaction, Interactions
 from sglang_fair.core.job import Job
 from sglang_fair.core.ledger import SYSTEM
@@ -37,7 +36,7 @@ from sglang_fair.overlay import tree_core
 from sglang_fair.overlay.batch import Row, Step, StepTimes
 from sglang_fair.overlay.config import Config
 from sglang_fair.overlay.identity import carried_by, job_of
-from sglang_fair.overlay.waiting import Waiting
+from sglang_fair.overlay.waiting import Expiring, Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ class Books:
         self._policy = policy if orders else "fcfs"
         self._sees_all = sees_all
         self._tree_cache = tree_cache
-        self._refused = self._expired = 0
+        self._refused = 0
         self._loop = loop
         self._stall_ms = config.stall_ms if orders and loop.steps_in_order else 0.0
         self._target_tpot_ms = config.target_tpot_ms if self._stall_ms else 0.0
@@ -133,9 +132,9 @@ class Books:
         self._interactions = Interactions()
         """Of calls that no gateway has numbered."""
         self._waiting = Waiting()
-        self._admission.listeners.add(self._waiting)
-        self._mortal: LazyHeap[Job] = LazyHeap()
-        """Those that wait and expire, the next first."""
+        self._expiring = Expiring()
+        for listener in (self._waiting, self._expiring):
+            self._admission.listeners.add(listener)
         self._draft: Job | None = None
         """Of the last request that could have been refused."""
         self._taken_back: dict[str, Job] = {}
@@ -201,17 +200,6 @@ class Books:
         return reason
 
     @guarded
-    def expired(self) -> list[Any]:
-        """The requests that have waited for longer than they may, each once. Where SGLang's own policy decides, ranks
-        have no clock in common: then there are none."""
-        found = []
-        while (job := self._mortal.first()) is not None and self._mortal.key(job)[0] <= self.now_s:
-            self._mortal.discard(job)
-            found.append(job.request)
-        self._expired += len(found)
-        return found
-
-    @guarded
     def arrive(self, request: Any) -> None:
         """A request was appended to the waiting queue: new, or taken back from the batch."""
         self._enter(request)
@@ -262,8 +250,6 @@ class Books:
             job = self._make_job(request)
             self._counts.arrived(job, self.queue)
             self._admission.arrive(job)
-            if job.expires_s is not None and self.orders and self._sees_all:
-                self._mortal.put(job, (job.expires_s, job.arrival))
         elif not self.queue.is_waiting(job.id):
             self._emit(job)
             if (urgent := self._taken_back.pop(job.id, None)) is None:
@@ -291,7 +277,6 @@ class Books:
 
     def _leave(self, job: Job) -> None:
         """A request that waits was given up."""
-        self._mortal.discard(job)
         self._admission.leave(job)
         self._gone(job)
 
@@ -324,7 +309,6 @@ class Books:
         """`request` is in the batch."""
         root = request.extra_key, request.cache_salt
         job = self._enter(request)
-        self._mortal.discard(job)
         tree_core.served(self._tree_cache, request, job)
         if not job.retractions:
             self._counts.admitted(job, self.now_s - job.arrived_s)

@@ -44,8 +44,19 @@ class ReplicaFairness(Books):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._expired = 0
         self.chosen: list[Any] = []
         """Those of the queue that SGLang has admitted in this pass."""
+
+    @guarded
+    def expired(self) -> list[Any]:
+        """The requests that have waited for longer than they may, each once. None where SGLang's own policy decides,
+        because ranks then have no clock in common, nor where requests join the queue with their prompts computed."""
+        if not (self.orders and self._sees_all):
+            return []
+        found = [job.request for job in self._expiring.take(self.now_s)]
+        self._expired += len(found)
+        return found
 
     # ---- which request is next
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_fair.core.heap import LazyHeap
 from sglang_fair.core.job import Job
 from sglang_fair.core.listener import Listener
 
@@ -85,6 +86,31 @@ class Waiting(Listener):
 
     def admit(self, job: Job) -> None:
         self.leave(job)
+
+
+class Expiring(Listener):
+    """The requests that wait and have not begun, by when they are dropped."""
+
+    def __init__(self) -> None:
+        self._jobs: LazyHeap[Job] = LazyHeap()
+
+    def arrive(self, job: Job) -> None:
+        if job.expires_s is not None:
+            self._jobs.put(job, (job.expires_s, job.arrival))
+
+    def leave(self, job: Job) -> None:
+        self._jobs.discard(job)
+
+    def admit(self, job: Job) -> None:
+        self.leave(job)
+
+    def take(self, now_s: float) -> list[Job]:
+        """Those that have expired, each once."""
+        found = []
+        while (job := self._jobs.first()) is not None and self._jobs.key(job)[0] <= now_s:
+            self._jobs.discard(job)
+            found.append(job)
+        return found
 
 
 def take_out(requests: Iterable[Any], queue: list[Any]) -> bool:
