@@ -1,5 +1,5 @@
 """Change a running cluster: `GET`, `POST /workers` and `DELETE /workers/NAME`, `POST /swap`, `GET` and `POST /limits`,
-`DELETE /quarantine/CLIENT`, and with tenants `PATCH /tenants/NAME`.
+`POST /flush_cache`, `DELETE /quarantine/CLIENT`, and with tenants `PATCH /tenants/NAME`.
 
 A replica that is added gets requests from the router's next decision on. One that is drained gets no new ones and
 is forgotten when its last has ended. Whoever may call this can send everybody's prompts to an address of their
@@ -19,10 +19,10 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 
 from router.events import URL_PATTERN, ZMQ_PATTERN, Capacity, Refuse, WorkerDrain, Workers, WorkerUp
-from router.gateway.errors import ApiError, describe
-from router.gateway.operations import Operation, read_body
+from router.gateway.errors import ApiError, check, describe, of_replica
+from router.gateway.operations import Operation, numbered, read_body
 from router.gateway.replicas.health import models_in
-from router.gateway.replicas.pool import Replicas
+from router.gateway.replicas.pool import ANSWER_TIMEOUT_S, Replicas
 from router.gateway.request.call import Names, model_not_found
 from router.gateway.routing.links import Links
 from router.throttling import NO_THROTTLE
@@ -34,6 +34,7 @@ from sglang_fair.tenants.model import NAME_PATTERN as TENANT_PATTERN
 
 MAX_BODY_BYTES = 4096
 MAX_LIMITS_BYTES = 1 << 20
+MOST_FLUSH_S = 600
 
 Sent = TypeVar("Sent", bound=msgspec.Struct)
 
@@ -123,6 +124,18 @@ class NewLimits(throttle.Rules, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Which of the two is less is for the router to check: where nothing is throttled, that is the answer."""
+
+
+class FlushQuery(msgspec.Struct):
+    """How long a replica may wait until it has nothing to do; busy ones do not flush."""
+
+    timeout: Annotated[float, numbered(0, MOST_FLUSH_S)] = 0.0
+
+
+class Flushed(msgspec.Struct):
+    """All replicas whose caches are empty now."""
+
+    workers: list[str]
 
 
 class ThrottleReport(msgspec.Struct):
@@ -218,6 +231,25 @@ class Admin:
             raise ApiError(404, f"there is no worker {name[:100]!r}", code="worker_not_found")
         self._link.order(WorkerDrain(name))
         return _state(await self._link.workers(), name)
+
+    @Operation("POST", "/flush_cache", "Empty all replicas' caches.", Flushed, ERRORS, query=FlushQuery)
+    async def flush(self, request: Request) -> Flushed:
+        """SGLang also answers GET, which a link of another site's page could send."""
+        wait_s = check(dict(request.query_params), FlushQuery, strict=False).timeout
+        known = (await self._link.workers()).workers
+        reasons = await asyncio.gather(*(self._flush(up.url, wait_s) for up in known))
+        failed = [f"{up.worker}: {why}" for up, why in zip(known, reasons, strict=True) if why]
+        if failed:
+            raise ApiError(409, f"not all caches were emptied: {'; '.join(failed)}", code="not_flushed")
+        return Flushed([up.worker for up in known])
+
+    async def _flush(self, url: str, wait_s: float) -> str:
+        """Why the replica does not; "": it has."""
+        try:
+            found = await self._replicas.get(url, f"/flush_cache?timeout={wait_s}", wait_s + ANSWER_TIMEOUT_S)
+        except OSError as error:
+            return describe(error)
+        return "" if found[0] == 200 else of_replica(*found).message
 
     @Operation("GET", "/limits", "How calls are throttled.", ThrottleReport, ERRORS)
     async def limits(self, _: Request) -> ThrottleReport:

@@ -27,6 +27,7 @@ from router.gateway.errors import ApiError
 from router.gateway.gateway import Gateway
 from router.gateway.guard import Guard, behind_proxy
 from router.gateway.listener import RELAY, STATE, ClientRequest, Listener
+from router.gateway.native import Native
 from router.gateway.openapi import describe
 from router.gateway.operations import routes_of
 from router.gateway.relay import Relay
@@ -174,6 +175,8 @@ def create_app(settings: table.Gateway) -> App:
     batches = open_batches(gateway, settings)
     guard = Guard(has_tenants=settings.tenants is not None, names=named(settings.names))
     public = [*routes_of(pages.Public(gateway)), *(() if batches is None else routes_of(batches))]
+    native = Native(gateway)
+    public += routes_of(native, guard.check_site) if settings.tenants is None else routes_of(native)
     private, workers = pages.Private(gateway), Admin(gateway.link, gateway.replicas, gateway.names)
     if settings.tenants is None and settings.admin_port is None:
         public += routes_of(private, guard.check_site, behind_proxy())

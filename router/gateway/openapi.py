@@ -10,12 +10,20 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from router.gateway import admin, pages
+from router.gateway import admin, native, pages
 from router.gateway.batches.routes import Batches
 from router.gateway.errors import AnthropicErrorBody, ErrorBody
 from router.gateway.operations import JSON, Operation, operations_of
 from router.gateway.record import REQUEST_ID
-from router.gateway.request.kinds import ANTHROPIC, KINDS, WITHOUT_ENGINE, DocumentedGenerateRequest, Kind
+from router.gateway.request.kinds import (
+    ANTHROPIC,
+    EMBEDDING,
+    KINDS,
+    NATIVE,
+    TEXT_OR_IDS,
+    WITHOUT_ENGINE,
+    Kind,
+)
 from sglang_fair.common import fields
 from sglang_fair.common.fields import WIDEST, Facts
 
@@ -32,7 +40,7 @@ ANSWER = (
 
 ANSWER_HEADERS = ("x-fair-worker", "x-fair-client", "x-fair-request-id", "x-fair-matched-tokens", REQUEST_ID)
 
-WHOLE: frozenset[Kind] = WITHOUT_ENGINE | {"embeddings"}
+WHOLE: frozenset[Kind] = WITHOUT_ENGINE | EMBEDDING
 """Of these the answer is never a stream."""
 
 
@@ -49,12 +57,12 @@ class Sender(msgspec.Struct):
 
 def _relayed(kind: Kind) -> Operation:
     about = KINDS[kind]
-    answer = dict[str, Any] | list[Any] if kind == "generate" else dict[str, Any]
+    answer = dict[str, Any] | list[Any] if kind in NATIVE else dict[str, Any]
     return Operation(
         "POST",
         about.path,
         about.summary,
-        body=DocumentedGenerateRequest if kind == "generate" else about.request,
+        body=Annotated[about.request, TEXT_OR_IDS] if kind in NATIVE else about.request,
         headers=Sender,
         content={JSON: answer} if kind in WHOLE else {JSON: answer, "text/event-stream": None},
         answer_headers=ANSWER_HEADERS,
@@ -67,6 +75,7 @@ def _relayed(kind: Kind) -> Operation:
 OPERATIONS: tuple[Operation, ...] = (
     *map(_relayed, KINDS),
     *operations_of(pages.Public),
+    *operations_of(native.Native),
     *operations_of(pages.Private),
     *operations_of(Batches),
     *operations_of(admin.Admin),

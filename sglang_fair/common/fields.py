@@ -6,8 +6,8 @@ holds bodies against this table, the feeder the lines of batches, and the overla
 The OpenAPI document is made of it.
 
 Ranges come from the model and from the operator (`Facts`). Where the model is not known yet, the widest range holds,
-and the replica judges by its own. `null` counts as left out. /generate takes the fields of its table alone; on the
-other routes SGLang ignores what it does not know.
+and the replica judges by its own. `null` counts as left out. /generate and /encode take the fields of their tables
+alone; on the other routes SGLang ignores what it does not know.
 
 Pure.
 """
@@ -502,13 +502,18 @@ ROUTES: Mapping[str, Mapping[str, Rule]] = {
         "metadata": SIZED,
     },
     "/v1/embeddings": {**EVERYWHERE, "input": prompts(), "dimensions": whole(1), "encoding_format": text()},
+    "/encode": {
+        **{name: GENERATE[name] for name in (*EVERYWHERE, "text", "model", "user", "cache_salt", "metadata", "rid",
+                                             "input_ids", "sampling_params", "lora_path", "log_metrics")},
+        "dimensions": whole(1),
+    },
     "/v1/messages/count_tokens": {"tools": CHAT["tools"]},
     "/tokenize": {**CHAT, "add_special_tokens": FLAG, "continue_final_message": FLAG},
     "/detokenize": {"tokens": prompts(), "skip_special_tokens": FLAG},
 }  # fmt: skip
 """By path: field and row."""
 
-CLOSED = frozenset({"/generate"})
+CLOSED = frozenset({"/generate", "/encode"})
 """Routes that take nothing beside their rows."""
 
 

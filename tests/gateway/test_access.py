@@ -256,8 +256,8 @@ BODIES: dict[str, Any] = {
 CLIENTS_ADDRESS = {
     (401, 401, 503, 401): (
         "post /v1/chat/completions, post /v1/completions, post /generate, post /v1/responses, "
-        "post /v1/messages, post /v1/embeddings, post /v1/messages/count_tokens, post /tokenize, "
-        "post /detokenize"
+        "post /v1/messages, post /v1/embeddings, post /encode, post /v1/messages/count_tokens, post /tokenize, "
+        "post /detokenize, get /model_info, get /get_model_info, get /server_info, get /get_server_info"
     ),
     (
         401,
@@ -267,7 +267,7 @@ CLIENTS_ADDRESS = {
     ): "get /v1/models, get /v1/models/{id}, get /v1/usage, get /v1/files, get /v1/batches",
     (401, 401, 404, 401): (
         "get /v1/files/{id}, delete /v1/files/{id}, get /v1/files/{id}/content, post /v1/batches, get "
-        "/v1/batches/{id}, post /v1/batches/{id}/cancel, get /explain/{id}"
+        "/v1/batches/{id}, post /v1/batches/{id}/cancel, get /explain/{id}, post /concate_and_append_request"
     ),
     (401, 401, 400, 401): "post /v1/files",
     (503, 503, 503, 503): "get /health, get /readyz",
@@ -277,7 +277,8 @@ OPERATORS_ADDRESS = {
     (401, 401, 401, 404): "get /explain/{id}, patch /tenants/{name}",
     (401, 401, 401, 200): "get /requests, get /status, get /metrics",
     (401, 401, 401, 503): (
-        "get /workers, delete /workers/{name}, get /limits, post /limits, post /swap, delete /quarantine/{client}"
+        "get /workers, delete /workers/{name}, get /limits, post /limits, post /swap, post /flush_cache, "
+        "delete /quarantine/{client}"
     ),
     (401, 401, 401, 400): "post /workers",
 }
@@ -374,7 +375,7 @@ async def test_without_tenants_all_is_at_one_address_as_ever(
         got = {route: await ask(clients, route, None) for route in ROUTES if "/tenants" not in route}
     assert 401 not in got.values()
     unknown = {route for route, status in got.items() if status == 404 and "/v1/" not in route}
-    assert unknown == {"get /explain/{id}"}
+    assert unknown == {"get /explain/{id}", "post /concate_and_append_request"}
     assert got["get /status"] == 200
 
 

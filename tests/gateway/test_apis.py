@@ -13,7 +13,16 @@ from router.gateway.answer.sse import TypedStream, Usage, error_event, stream_of
 from router.gateway.errors import ANTHROPIC_TYPES, ApiError, of_replica
 from router.gateway.request.call import Names
 from router.gateway.request.intake import Tokens
-from router.gateway.request.kinds import ANTHROPIC, BY_HEADER, PATHS, WITHOUT_ENGINE, Kind, style_of
+from router.gateway.request.kinds import (
+    ANTHROPIC,
+    BY_HEADER,
+    EMBEDDING,
+    NATIVE,
+    PATHS,
+    WITHOUT_ENGINE,
+    Kind,
+    style_of,
+)
 from router.gateway.request.parse import parse
 from router.wire import namespace
 from sglang_fair.common.caller import GROUP_MARK, HEADER_SALT, read_salt, salt_header, salted
@@ -24,7 +33,15 @@ from tests.support.apis import BODIES, Counts, events, whole
 from tests.support.budget import examples
 
 STREAMED: tuple[Kind, ...] = ("responses", "messages")
-LATER: tuple[Kind, ...] = ("responses", "messages", "embeddings", "count_tokens", "tokenize", "detokenize")
+LATER: tuple[Kind, ...] = (
+    "responses",
+    "messages",
+    "embeddings",
+    "encode",
+    "count_tokens",
+    "tokenize",
+    "detokenize",
+)
 GOLD = "key of gold"
 
 
@@ -96,7 +113,7 @@ def test_an_adapter_is_not_passed_over_in_silence() -> None:
     assert read("messages", model=f"{MODEL}:fine").namespace == namespace("fine", None, None)
 
 
-@pytest.mark.parametrize("kind", LATER)
+@pytest.mark.parametrize("kind", [kind for kind in LATER if kind not in NATIVE])
 def test_the_body_goes_on_as_it_came_with_an_id_to_cancel_by(kind: Kind) -> None:
     call = read(kind, rid="theirs", request_id="theirs", more={"a": [1]})
     [rid] = call.rids("0" * 32) or [None]
@@ -175,10 +192,10 @@ def test_a_stream_passes_unchanged_and_ends_with_its_last_event(kind, pieces, at
     assert cut.usage.output_tokens <= len(pieces)
 
 
-@pytest.mark.parametrize("kind", [*STREAMED, "embeddings", *sorted(WITHOUT_ENGINE)])
+@pytest.mark.parametrize("kind", [*STREAMED, *sorted(EMBEDDING), *sorted(WITHOUT_ENGINE)])
 def test_a_whole_answer_says_what_it_came_to(kind: Kind) -> None:
     body = json.dumps(whole(PATHS[kind], "id", "ttt", MODEL, Counts(5, 3, 2))).encode()
-    expected = {"responses": Usage(3, 2), "messages": Usage(3, 2), "embeddings": Usage(0)}
+    expected = {"responses": Usage(3, 2), "messages": Usage(3, 2), "embeddings": Usage(0), "encode": Usage(0)}
     assert usage_of(kind, body) == expected.get(kind)
 
 
@@ -269,13 +286,13 @@ async def test_each_kind_is_placed_charged_and_passed_on(c: Cluster) -> None:
         assert (seen_path, seen[HEADER_CLIENT]) == (path, "me")
         assert seen[HEADER_ATTEMPT] == headers["x-fair-request-id"]
         assert len(seen[HEADER_ATTEMPT]) == 32
-        if kind in ("chat", "completions", "generate"):
+        if kind in ("chat", "completions", *NATIVE):
             assert sent["rid"] == seen[HEADER_ATTEMPT]
-        assert sent.get("model") == (None if kind == "generate" else MODEL)
+        assert sent.get("model") == (None if kind in NATIVE else MODEL)
         assert bool(arrived[-1].tokens) is (kind not in WITHOUT_ENGINE)
         found = await noted(c, headers["x-request-id"])
         assert found["outcome"] == "ok"
-        assert found["tokens"]["output"] == (0 if kind == "embeddings" or kind in WITHOUT_ENGINE else 3)
+        assert found["tokens"]["output"] == (0 if kind in WITHOUT_ENGINE | EMBEDDING else 3)
     state = await c.ended(ok=len(PATHS))
     assert state["counts"]["output_tokens"] == 5 * 3
     assert state["hits"]["measured_cached_tokens"] == 5 * 2

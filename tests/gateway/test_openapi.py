@@ -91,7 +91,7 @@ class Gateway:
             case.path_parameters["name"] += "-"
         case.headers = {name: one for name, one in case.headers.items() if name.lower() != "authorization"}
         is_for_operators = case.operation.path.startswith(
-            ("/status", "/metrics", "/workers", "/tenants", "/requests", "/limits")
+            ("/status", "/metrics", "/workers", "/tenants", "/requests", "/limits", "/flush_cache")
         )
         url = self._admin_url if is_for_operators else self._url
         headers = {"authorization": f"Bearer {ADMIN_KEY if is_for_operators else KEY}"}

@@ -15,11 +15,28 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8},
     "/v1/embeddings": {"input": "hi"},
+    "/encode": {"text": "hi"},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [1, 2]},
 }
 """The smallest body of each path."""
+
+
+SECRETS: dict[str, Any] = {
+    "launch_command": "--api-key secret", "host": "10.0.0.7", "kv_events_config": "tcp://10.0.0.7:30004",
+    "fair": {"clients": {"somebody": {"service": 45.0}}},
+}  # fmt: skip
+"""Of what SGLang tells at /server_info."""
+FOLDERS: dict[str, Any] = {"model_path": "/home/op/secret-v3", "tokenizer_path": "/home/op/secret-v3"}
+MODEL_INFO: dict[str, Any] = {
+    **FOLDERS, "served_model_name": "theirs", "is_generation": True, "load_format": "auto", "embedding": {},
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+SERVER_INFO: dict[str, Any] = {
+    **FOLDERS, **SECRETS, "served_model_name": "theirs", "version": "0.5.23", "max_total_num_tokens": 24576,
+    "internal_states": [{**FOLDERS, **SECRETS, "dp_size": 1, "last_gen_throughput": 3.0}],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,9 @@ def whole(path: str, id: str, text: str, model: str, counts: Counts) -> dict[str
             usage = {"prompt_tokens": counts.prompt, "total_tokens": counts.prompt, "completion_tokens": 0}
             row = {"object": "embedding", "embedding": [0.5, 0.25], "index": 0}
             return {"object": "list", "data": [row], "model": model, "usage": usage}
+        case "/encode":
+            counted = {"id": id, "prompt_tokens": counts.prompt, "completion_tokens": 0}
+            return {"embedding": [0.5, 0.25], "meta_info": counted}
         case "/v1/messages/count_tokens":
             return {"input_tokens": counts.prompt}
         case "/tokenize":

@@ -79,7 +79,7 @@ class Engine:
             asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
             said = "".join(f"<{one.get('role', '')}>{one.get('content', '')}\n" for one in asked)
             return list(self._tokenizer.encode(f"<s>{said}<assistant>").ids)
-        fields = {"completions": "prompt", "embeddings": "input", "generate": "text"}
+        fields = {"completions": "prompt", "embeddings": "input", "generate": "text", "encode": "text"}
         found = body.get(fields[kind]) if kind in fields else ""
         found = body["input_ids"] if found is None else found
         if isinstance(found, list) and not isinstance(found[0], int):
@@ -244,7 +244,10 @@ class Server:
         for path, kind in PATHS.items():
             self.app.router.add_post(path, self._handler(kind))
         self.app.router.add_post("/abort_request", self._abort)
-        self.app.router.add_get("/ready", _nothing)
+        for path in ("/ready", "/flush_cache"):
+            self.app.router.add_get(path, _nothing)
+        self.app.router.add_get("/model_info", _told(apis.MODEL_INFO))
+        self.app.router.add_get("/server_info", _told(apis.SERVER_INFO))
         self.app.router.add_get("/work", self._work)
         self.app.router.add_post("/hold", self._hold)
 
@@ -298,7 +301,7 @@ class Server:
             steps = []
             for step in self._engine.steps(kind, body):
                 steps.append(step)
-                if kind not in kinds.WITHOUT_ENGINE and kind != "embeddings":
+                if kind not in kinds.WITHOUT_ENGINE | kinds.EMBEDDING:
                     await self._computed(client, len(steps))
             return web.json_response(self._engine.whole(kind, body, steps[-1]))
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
@@ -333,6 +336,13 @@ def _is_token(kind: str, event: bytes) -> bool:
     if kind in ("responses", "messages"):
         return event.startswith((b"event: content_block_delta", b"event: response.output_text.delta"))
     return b'"choices":[]' not in event and b"[DONE]" not in event
+
+
+def _told(what: dict[str, Any]) -> Callable[[web.Request], Any]:
+    async def tell(_: web.Request) -> web.Response:
+        return web.json_response(what)
+
+    return tell
 
 
 async def _nothing(_: web.Request) -> web.Response:

@@ -35,6 +35,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "/tokenize": ("entrypoints/openai/protocol.py", "TokenizeRequest"),
     "/detokenize": ("entrypoints/openai/protocol.py", "DetokenizeRequest"),
     "/generate": ("managers/io_struct.py", "GenerateReqInput"),
+    "/encode": ("managers/io_struct.py", "EmbeddingReqInput"),
 }
 
 KINDS = {path: kind for kind, path in PATHS.items()}

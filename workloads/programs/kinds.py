@@ -96,7 +96,7 @@ def _within(tokens: float) -> int:
 STAGES = ("plan", "execute", "reflect", "answer")
 """What the thoughts of each level are for; deeper trees go on reflecting before they answer."""
 
-_INSTRUCTIONS = {
+INSTRUCTIONS = {
     "plan": "Plan {k}: outline one way to solve this.",
     "execute": "Attempt {k}: carry the plan out.",
     "reflect": "Review {k}: look for a mistake.",
@@ -141,7 +141,7 @@ class TreeOfThought:
 
     def _thought(self, path: Prompt, level: int, k: int, codec: Codec) -> Program:
         stage = self.stage(level)
-        prompt = codec.join(path, codec.encode("\n" + _INSTRUCTIONS[stage].format(k=k) + "\n"))
+        prompt = codec.join(path, codec.encode("\n" + INSTRUCTIONS[stage].format(k=k) + "\n"))
         reply: Reply = yield Call(prompt, self.thought_tokens, stage)
         if not reply.ok:
             return 0
@@ -178,13 +178,18 @@ class Judge:
     def requests(self) -> int:
         return self.dimensions + 1
 
+    @property
+    def names(self) -> list[str]:
+        """Of the dimensions."""
+        rounds = [divmod(k, len(DIMENSIONS)) for k in range(self.dimensions)]
+        return [DIMENSIONS[place] + (f" {turn + 1}" if turn else "") for turn, place in rounds]
+
     def program(self, article: Prompt, codec: Codec) -> Program:
         """Judge one article. Returns the verdict's text, None where no judgement or no verdict was had.
 
         A dimension that failed is left out of the merge.
         """
-        rounds = [divmod(k, len(DIMENSIONS)) for k in range(self.dimensions)]
-        names = [DIMENSIONS[place] + (f" {turn + 1}" if turn else "") for turn, place in rounds]
+        names = self.names
         replies: tuple[Reply, ...] = yield tuple(
             Call(codec.join(article, codec.encode(f"\nJudge the {name}.\n")), self.judgement_tokens, "solve")
             for name in names

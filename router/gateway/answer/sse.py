@@ -21,7 +21,7 @@ import msgspec
 from router.events import Count
 from router.gateway.errors import ApiError
 from router.gateway.request.call import Call
-from router.gateway.request.kinds import Kind
+from router.gateway.request.kinds import NATIVE, Kind
 from sglang_fair.common.token_ids import PREFIX
 
 END_OF_EVENT = b"\n\n"
@@ -100,7 +100,7 @@ def usage_of(kind: Kind, body: bytes) -> Usage | None:
     except msgspec.MsgspecError:
         return None
     answers = found if isinstance(found, list) else [found]
-    return _sum([one.meta_info if kind == "generate" else one.usage for one in answers])
+    return _sum([one.meta_info if kind in NATIVE else one.usage for one in answers])
 
 
 def stream_of(call: Call) -> "Stream":

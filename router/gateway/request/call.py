@@ -19,7 +19,9 @@ from router.gateway.request.continuation import can_go_on
 from router.gateway.request.kinds import (
     BY_HEADER,
     CHATS,
+    EMBEDDING,
     KINDS,
+    NATIVE,
     WITHOUT_ENGINE,
     Common,
     Kind,
@@ -129,7 +131,7 @@ class Call:
     @property
     def param(self) -> str:
         """The field of the body that holds the prompt."""
-        has_ids = self.kind in ("chat", "generate") and self.body.get("input_ids") is not None
+        has_ids = (self.kind == "chat" or self.kind in NATIVE) and self.body.get("input_ids") is not None
         if has_ids and (self.kind == "chat" or self.body.get("text") is None):
             return "input_ids"
         return KINDS[self.kind].prompt
@@ -170,8 +172,7 @@ class Call:
 
 def encode_body(kind: Kind, body: dict[str, Any], with_ids: bool) -> bytes:
     """`body` as replicas get it, without the `rid`; of completions `with_ids` of their tokens in the stream."""
-    # /generate of SGLang knows no model
-    more = {"generate": "model", "responses": "request_id"}.get(kind, "")
+    more = "model" if kind in NATIVE else "request_id" if kind == "responses" else ""
     sent = {key: value for key, value in body.items() if key not in ("rid", FIELD_TTL, more)}
     if kind in ("chat", "completions") and body.get("stream"):
         sent["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
@@ -218,7 +219,7 @@ def make_call(
         is_batch=is_batch,
         wants_usage=bool((getattr(request, "stream_options", None) or {}).get("include_usage")),
         max_output_tokens=limit,
-        unnamed=0 if kind in WITHOUT_ENGINE or kind == "embeddings" else unnamed,
+        unnamed=0 if kind in WITHOUT_ENGINE | EMBEDDING else unnamed,
         namespace=_namespace(body, request, model, group),
         user=user_in(kind, request),
         model=model,

@@ -201,6 +201,16 @@ class EmbeddingsRequest(Common, kw_only=True):
     lora_path: Adapter = None
 
 
+class EncodeRequest(Common):
+    """`POST /encode`. One of `text` and `input_ids` is required, as for /generate."""
+
+    text: Any = None
+    input_ids: Any = None
+    user: User = None
+    cache_salt: OneSalt = None
+    lora_path: Adapter = None
+
+
 class TokenizeRequest(Common):
     """`POST /tokenize`. A replica's tokenizer answers it, and says what is wrong with it."""
 
@@ -214,21 +224,18 @@ class DetokenizeRequest(Common):
     tokens: Annotated[Any, Meta(description="Token ids, or lists of them.")] = None
 
 
-DocumentedGenerateRequest = Annotated[
-    GenerateRequest,
-    Meta(
-        extra_json_schema={
-            "anyOf": [
-                {"required": ["text"], "properties": {"text": _any_of(str, Texts)}},
-                {
-                    "required": ["input_ids"],
-                    "properties": {"text": {"type": "null"}, "input_ids": _any_of(TokenIds, TokenIdLists)},
-                },
-            ]
-        }
-    ),
-]
-"""With the rule on `text` and `input_ids`, which a type cannot say."""
+TEXT_OR_IDS = Meta(
+    extra_json_schema={
+        "anyOf": [
+            {"required": ["text"], "properties": {"text": _any_of(str, Texts)}},
+            {
+                "required": ["input_ids"],
+                "properties": {"text": {"type": "null"}, "input_ids": _any_of(TokenIds, TokenIdLists)},
+            },
+        ]
+    }
+)
+"""Which of SGLang's fields hold the prompt; a type cannot say it."""
 
 
 Kind = Literal[
@@ -238,6 +245,7 @@ Kind = Literal[
     "responses",
     "messages",
     "embeddings",
+    "encode",
     "count_tokens",
     "tokenize",
     "detokenize",
@@ -270,6 +278,7 @@ KINDS: Mapping[Kind, About] = {
     "messages": About("/v1/messages", MessagesRequest, "messages", "Answer in Anthropic's Messages API.",
                       ("max_tokens",)),
     "embeddings": About("/v1/embeddings", EmbeddingsRequest, "input", "Embed texts, where the model can."),
+    "encode": About("/encode", EncodeRequest, "text", "SGLang's own interface for embeddings."),
     "count_tokens": About("/v1/messages/count_tokens", CountTokensRequest, "messages",
                           "Count the tokens of a request to /v1/messages."),
     "tokenize": About("/tokenize", TokenizeRequest, "prompt", "The token ids of texts, or of a chat."),
@@ -284,10 +293,16 @@ CHATS: frozenset[Kind] = frozenset({"chat", "responses", "messages"})
 WITHOUT_ENGINE: frozenset[Kind] = frozenset({"count_tokens", "tokenize", "detokenize"})
 """A replica answers them with its tokenizer alone. Its engine computes nothing, so nothing is charged."""
 
+EMBEDDING: frozenset[Kind] = frozenset({"embeddings", "encode"})
+"""Their answers have no tokens."""
+
+NATIVE: frozenset[Kind] = frozenset({"generate", "encode"})
+"""Of SGLang's own API, which knows no names of models."""
+
 ANTHROPIC: frozenset[Kind] = frozenset({"messages", "count_tokens"})
 """Of Anthropic's API, whose errors have a shape of their own."""
 
-BY_HEADER: frozenset[Kind] = frozenset({"messages", "embeddings"})
+BY_HEADER: frozenset[Kind] = EMBEDDING | {"messages"}
 """SGLang has no field for a cache salt in their bodies: the replica gets it in a header (`common.caller`)."""
 
 

@@ -10,6 +10,7 @@ from router.gateway.request.call import Call, Names, make_call
 from router.gateway.request.kinds import (
     KINDS,
     MAX_MESSAGES,
+    NATIVE,
     NOT_STORED,
     WITHOUT_ENGINE,
     Common,
@@ -78,7 +79,7 @@ def parse(
     body = body | {"model": names.asked_for(request.model)}
     if kind == "responses":
         body = _unstored(body, names)
-    elif kind == "generate" and body["model"] not in names and not body.get("lora_path"):
+    elif kind in NATIVE and body["model"] not in names and not body.get("lora_path"):
         body["lora_path"] = body["model"].removeprefix(f"{names.model_of(body['model'])}:")
         request = check(body, KINDS[kind].request)
     if kind in WITHOUT_ENGINE:
@@ -99,11 +100,11 @@ def _prompts(kind: Kind, request: Any) -> tuple[tuple[Prompt, ...], bool]:
             raise ApiError(400, "`input` is missing", code="invalid_input", param="input")
         case "embeddings":
             return _prompts_in(request.input, "input")
-        case "generate" if request.text is not None:
+        case "generate" | "encode" if request.text is not None:
             return _prompts_in(request.text, "text")
-        case "generate" if request.input_ids is not None:
+        case "generate" | "encode" if request.input_ids is not None:
             return _prompts_in(request.input_ids, "input_ids")
-        case "generate":
+        case "generate" | "encode":
             raise ApiError(400, "`text` or `input_ids` must be given", code="invalid_prompt")
     return (), False
 

@@ -237,24 +237,27 @@ class Fleet:
 
     def place(self, arrive: Arrive) -> Place | None:
         """The gateway's own choice of a worker; None if no known one can take the request."""
-        models = {model for up in self.workers.values() for model in (*up.models, up.loaded) if model}
-        model = meant(arrive.model, models)
-        able = [
-            name
-            for name, up in self.workers.items()
-            if name not in arrive.exclude
-            and name not in self.draining
-            and self.is_well(name)
-            and (up.loaded or not up.models)  # else it loads one
-            and meant(up.loaded, models) == model
-        ]
-        if model is None or not able:
+        able = [name for name in self.having(arrive.model) if name not in arrive.exclude]
+        if not able:
             return None
         capacity = {name: self.workers[name].capacity for name in able}
         worker = choose(arrive.client, {name: self.in_flight[name] for name in able}, capacity)
         call = arrive.begun + (arrive.attempt == 0) if arrive.interaction else 0
         up = self.workers[worker]
         return Place(arrive.id, worker, up.url, 0, call, model=up.loaded if len(up.models) > 1 else "")
+
+    def having(self, model: str) -> list[str]:
+        """The workers that have `model` and can take a request for it."""
+        models = {one for up in self.workers.values() for one in (*up.models, up.loaded) if one}
+        needed = meant(model, models)
+        return [
+            name
+            for name, up in self.workers.items()
+            if name not in self.draining
+            and self.is_well(name)
+            and (up.loaded or not up.models)  # else it loads one
+            and meant(up.loaded, models) == needed is not None
+        ]
 
     # -- for the sides
 

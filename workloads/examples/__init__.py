@@ -1,0 +1,1 @@
+"""Programs in SGLang's frontend language, against a gateway."""
