@@ -18,10 +18,14 @@ MOST_LATEST = 1000
 
 
 class Model(msgspec.Struct):
-    """A model, as OpenAI describes one and as Anthropic does. When it was made is not known."""
+    """A model, as OpenAI describes one, Anthropic, and SGLang, which adds `root` and `max_model_len`. When it was made
+    is not known."""
 
     id: str
     display_name: str
+    root: str
+    max_model_len: int | None
+    """The longest prompt, where replicas have said it."""
     object: Literal["model"] = "model"
     type: Literal["model"] = "model"
     created: int = 0
@@ -167,8 +171,12 @@ class Public:
         )
 
     def _allowed(self, request: Request) -> list[Model]:
-        names = self._gateway.models(request.headers, request.scope.get("client"))
-        return [Model(name, name) for name in names]
+        gateway = self._gateway
+        names = gateway.models(request.headers, request.scope.get("client"))
+        models = {name: gateway.names.model_of(name) or name for name in names}
+        return [
+            Model(name, name, model, gateway.replicas.context_tokens(model)) for name, model in models.items()
+        ]
 
 
 class OfTenants:

@@ -75,7 +75,7 @@ async def test_they_are_listed_and_others_are_not_found(c: Cluster) -> None:
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (MODEL, OTHER, False)
     for one in listed["data"]:
         openai.types.Model.model_validate(one)
-        assert anthropic.types.ModelInfo.model_validate(one).display_name == one["id"]
+        assert anthropic.types.ModelInfo.model_validate(one).display_name == one["id"] == one["root"]
     assert (await c.get(f"/v1/models/{OTHER}"))[1]["id"] == OTHER
     assert (await c.get("/health"))[1] == {"status": "ok", "model": MODEL, "models": [MODEL, OTHER]}
     assert (await c.get("/v1/models/gpt-9"))[0] == 404

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.lang.api import function, gen
 
-from workloads.examples.endpoint import Endpoint
+from workloads.examples import Endpoint
 from workloads.programs.kinds import INSTRUCTIONS, Judge, TreeOfThought
 
 
