@@ -116,7 +116,7 @@ class Native:
 
     async def _ask(self, model: str, path: str, kind: type[Told]) -> Told:
         fleet = self._gateway.fleet
-        for worker in fleet.having(model):
+        for worker in fleet.having(self._gateway.names.model_of(model) or model):  # which may be an adapter's
             try:
                 status, body = await self._gateway.replicas.get(fleet.workers[worker].url, path)
                 found = msgspec.json.decode(body, type=kind) if status == 200 else None

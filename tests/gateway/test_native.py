@@ -70,7 +70,7 @@ async def test_who_asks_often_has_the_same_answer(c: Cluster, monkeypatch: pytes
 def tenants(tmp_path: Path) -> Path:
     path = tmp_path / "tenants.yaml"
     add_tenant(path, "gold")
-    add_tenant(path, "silver", models=[OTHER])
+    add_tenant(path, "silver", models=[OTHER, f"{OTHER}:fine"])
     return path
 
 
@@ -81,6 +81,8 @@ async def test_a_tenant_hears_of_the_models_that_it_may_ask_for(tenants: Path, c
     assert (await c.get("/model_info", headers=asked["silver"]))[0] == 404
     status, told = await c.get(f"/model_info?model={OTHER}", headers=asked["silver"])
     assert (status, told["model_path"]) == (200, OTHER)
+    status, told = await c.get(f"/model_info?model={OTHER}:fine", headers=asked["silver"])
+    assert (status, told["served_model_name"]) == (200, f"{OTHER}:fine")
 
 
 # -- the operators' side
