@@ -14,7 +14,7 @@ from tests.support.ports import free_port
 
 ADMIN = "the admin's key"
 ENVIRONMENT = {KEY_VARIABLE: ADMIN, replica_key.variable: "the replicas' key"}
-APIS = ("chat", "several", "completions", "responses", "messages", "tokenizer", "leaver")
+APIS = ("chat", "several", "completions", "responses", "messages", "tokenizer", "leaver", "programs")
 """Tenants, of whom each asks by one API: what its replicas charge it is what that told it."""
 
 

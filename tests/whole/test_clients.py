@@ -331,12 +331,19 @@ def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_embeddings(embedding: Served) -> None:
+    """SGLang's own path has the same ones as OpenAI's."""
     client, told = embedding.openai("embedder"), embedding.told["embedder"]
     one = client.embeddings.create(model=MODEL, input="a text", encoding_format="float")
     both = client.embeddings.create(model=MODEL, input=["a text", "another one"])
     ids = client.embeddings.create(model=MODEL, input=[[1, 2, 3], [4, 5]])
     for answer in (one, both, ids):
         told.prompt += answer.usage.prompt_tokens
+    with httpx.Client(base_url=embedding.cluster.url, headers={"x-api-key": "embedder"}, timeout=120) as http:
+        own = http.post("/encode", json={"text": "a text"}).json()
+        rows = http.post("/encode", json={"input_ids": [[1, 2, 3], [4, 5]]}).json()
+    told.prompt += sum(row["meta_info"]["prompt_tokens"] for row in (own, *rows))
+    assert own["embedding"] == pytest.approx(one.data[0].embedding, abs=0.05)
+    assert [len(row["embedding"]) for row in rows] == [len(own["embedding"])] * 2
     assert [len(answer.data) for answer in (one, both, ids)] == [1, 2, 2]
     assert both.data[0].embedding == pytest.approx(one.data[0].embedding, abs=0.05)
     wait_until(lambda: embedding.settled("embedder"), "nothing runs")
