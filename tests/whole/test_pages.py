@@ -193,6 +193,7 @@ OTHERS_OPTIONS = {
     "--target",
     "--init",
     "--is-embedding",
+    "--dataset-name", "--num-prompts", "--header",
     "--enable-custom-logit-processor",
     "--radix-eviction-policy-config",
     "--install-completion", "--show-completion",

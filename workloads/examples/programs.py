@@ -5,7 +5,7 @@
 Before a fork the frontend also has the common prefix computed, by a call without an answer.
 """
 
-import sys
+import argparse
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -58,18 +58,21 @@ def judge(s: Any, article: str, dimensions: int = 2, judgement_tokens: int = 256
 
 def main() -> None:
     """Runs both, with short answers."""
-    url, key = sys.argv[1:]
+    parser = argparse.ArgumentParser(description="Runs a tree of thoughts and a judge.")
+    parser.add_argument("url", help="the gateway's address")
+    parser.add_argument("key", help="the client's key, which without tenants is any name")
+    given = parser.parse_args()
     tree = tree_of_thoughts.run(
         "A farmer has 17 sheep and buys 5 more. How many are there?",
         height=2,
         thought_tokens=32,
-        backend=Endpoint(url, app="trees", api_key=key),
+        backend=Endpoint(given.url, app="trees", api_key=given.key),
     )
     print(f"{tree.ret_value} thoughts")
     verdict = judge.run(
         "The sea is blue because it reflects the sky.",
         judgement_tokens=32,
-        backend=Endpoint(url, app="judges", api_key=key),
+        backend=Endpoint(given.url, app="judges", api_key=given.key),
     )
     print(verdict.ret_value)
 
