@@ -19,15 +19,13 @@ def by_arrival(job: Job) -> Any:
 
 
 @dataclass(slots=True)
-class SessionQueue:
-    """Waiting jobs of one of a client's sessions, or of none. `ready` ones are in the policy's order, `held` ones are
-    passed over until `release`.
+class Waiting:
+    """The waiting jobs of one client, or of one of its sessions. `ready` ones are in the policy's order, `held` ones
+    are passed over until `release`.
 
     `numbers` has all of them in order of arrival, with their number in that order.
     """
 
-    turn: int
-    """Of its client's sessions the one with the smallest goes first."""
     ready: LazyHeap[Job] = field(default_factory=LazyHeap)
     held: dict[Job, None] = field(default_factory=dict)
     numbers: OrderedDict[Job, int] = field(default_factory=OrderedDict)
@@ -56,29 +54,29 @@ class SessionQueue:
 
 
 @dataclass(slots=True)
-class ClientQueue:
-    """One client's sessions with waiting jobs, by name; "" has the jobs that name none."""
+class Sessions:
+    """Whose turn it is among a client's sessions with waiting jobs, by name; "" is that of the jobs that name none."""
 
-    sessions: dict[str, SessionQueue] = field(default_factory=dict)
+    queues: dict[str, Waiting] = field(default_factory=dict)
     ready: LazyHeap[str] = field(default_factory=LazyHeap)
     """Those with a job that is not held, by their turns."""
-    held: dict[str, None] = field(default_factory=dict)
-    """Those with a held job."""
+    turns: dict[str, int] = field(default_factory=dict)
+    """The smallest goes first."""
 
     def seat(self, name: str) -> None:
-        session = self.sessions[name]
-        if len(session.ready):
-            self.ready.put(name, session.turn)
+        if len(self.queues[name].ready):
+            self.ready.put(name, self.turns[name])
         else:
             self.ready.discard(name)
 
 
 class ClientQueues:
-    """The queues of all clients that wait. Each operation costs O(log of one client's queue).
+    """The queues of all clients that wait. Each operation costs O(log of one client's queue), `release` the same for
+    each held job.
 
     A client's sessions take turns: each time that a job of one leaves, its others have theirs first. Within a session
     the order is: the job that `patience` later ones have overtaken, then jobs that unblock others of their program,
-    then by `key`. Neither has influence on other clients.
+    then by `key`. Neither has influence on other clients. Who names no session has one queue and nothing besides.
     """
 
     def __init__(
@@ -92,81 +90,94 @@ class ClientQueues:
         self._takes_turns = turns
         self._turns = 0
         """How many were given."""
-        self._queues: dict[str, ClientQueue] = {}
-        self._with_held: dict[str, None] = {}
+        self._queues: dict[str, Waiting | Sessions] = {}
+        """By client: `Sessions` once one of its waiting jobs named one."""
+        self._with_held: dict[str, dict[Job, None]] = {}
         self._aside: dict[str, None] = {}
 
     def put(self, job: Job) -> None:
         """`job` waits, or its key has changed. A held job remains held."""
-        client = self._queues.get(job.client)
-        if client is None:
-            client = self._queues[job.client] = ClientQueue()
-        name = self._session(job)
-        session = client.sessions.get(name)
-        if session is None:
-            session = client.sessions[name] = SessionQueue(self._turn())
-        session.arrive(job)
-        if job not in session.held:
-            session.ready.put(job, self._order(job))
-            client.seat(name)
+        queue = self._queue(job)
+        queue.arrive(job)
+        if job not in queue.held:
+            queue.ready.put(job, self._order(job))
+            self._seat(job)
 
     def leave(self, job: Job) -> None:
-        client, name = self._queues[job.client], self._session(job)
-        session = client.sessions[name]
-        session.ready.discard(job)
-        session.held.pop(job, None)
-        session.numbers.pop(job, None)
-        session.turn = self._turn()
-        client.seat(name)
-        if not session.held:
-            client.held.pop(name, None)
-        if not len(session):
-            del client.sessions[name]
-        if not client.held:
-            self._with_held.pop(job.client, None)
-        if not client.sessions:
+        client = self._queues[job.client]
+        queue = self._queue(job)
+        queue.ready.discard(job)
+        queue.held.pop(job, None)
+        queue.numbers.pop(job, None)
+        if (held := self._with_held.get(job.client)) is not None:
+            held.pop(job, None)
+            if not held:
+                del self._with_held[job.client]
+        if isinstance(client, Sessions):
+            client.turns[job.session] = self._turn()
+            client.seat(job.session)
+            if not len(queue):
+                del client.queues[job.session], client.turns[job.session]
+        if not (client.queues if isinstance(client, Sessions) else len(client)):
             self._aside.pop(job.client, None)
             del self._queues[job.client]
 
     def hold(self, job: Job) -> None:
-        client, name = self._queues[job.client], self._session(job)
-        session = client.sessions[name]
-        session.ready.discard(job)
-        session.held[job] = None
-        client.seat(name)
-        client.held[name] = None
-        self._with_held[job.client] = None
+        queue = self._queue(job)
+        queue.ready.discard(job)
+        queue.held[job] = None
+        self._seat(job)
+        self._with_held.setdefault(job.client, {})[job] = None
 
     def set_aside(self, client: str) -> None:
-        """Skip this waiting client until `release`. O(1)."""
+        """`head` passes over the client until the next `release`."""
         self._aside[client] = None
 
-    def release(self) -> Iterable[str]:
-        """Held jobs may be picked again. Returns the clients that had held jobs, or were set aside."""
+    def release(self) -> list[str]:
+        """Nothing is held or set aside any more. The clients for which that made a difference."""
         clients = list(self._with_held | self._aside)
         self._aside.clear()
-        for client in clients:
-            queue = self._queues[client]
-            for name in queue.held:
-                session = queue.sessions[name]
-                for job in session.held:
-                    session.ready.put(job, self._order(job))
-                session.held.clear()
-                queue.seat(name)
-            queue.held.clear()
+        for jobs in self._with_held.values():
+            for job in jobs:
+                queue = self._queue(job)
+                del queue.held[job]
+                queue.ready.put(job, self._order(job))
+                self._seat(job)
         self._with_held.clear()
         return clients
 
     def head(self, client: str) -> Job | None:
         """The client's first job that is not held, if any; None if it is set aside."""
         queue = self._queues.get(client)
-        if queue is None or client in self._aside or (name := queue.ready.first()) is None:
+        if queue is None or client in self._aside:
             return None
-        session = queue.sessions[name]
-        return session.overdue(self._patience) or session.ready.first()
+        if isinstance(queue, Sessions):
+            if (name := queue.ready.first()) is None:
+                return None
+            queue = queue.queues[name]
+        return queue.overdue(self._patience) or queue.ready.first()
 
-    def _session(self, job: Job) -> str:
-        return job.session if self._takes_turns else ""
+    def _queue(self, job: Job) -> Waiting:
+        """Where `job` waits, or is to wait."""
+        client = self._queues.get(job.client)
+        if job.session and self._takes_turns and not isinstance(client, Sessions):
+            sessions = self._queues[job.client] = Sessions()
+            if client is not None:
+                sessions.queues[""], sessions.turns[""] = client, self._turn()
+                sessions.seat("")
+            client = sessions
+        if isinstance(client, Sessions):
+            if job.session not in client.queues:
+                client.queues[job.session], client.turns[job.session] = Waiting(), self._turn()
+            return client.queues[job.session]
+        if client is None:
+            client = self._queues[job.client] = Waiting()
+        return client
+
+    def _seat(self, job: Job) -> None:
+        """The first that is ready in the job's session may be another."""
+        if isinstance(client := self._queues[job.client], Sessions):
+            client.seat(job.session)
 
     def _turn(self) -> int:
         """Behind all others."""

@@ -98,7 +98,7 @@ def test_ten_thousand_names_gain_nothing_and_cost_no_more_than_their_requests(na
             send(policy, number, "liar", str(number % sessions))
         for number in range(10_000, 10_040):
             send(policy, number, "b", "")
-        assert len(policy._queues._queues["liar"].sessions) == sessions
+        assert len(policy._queues._queues["liar"].queues) == sessions
         order = [job.client for _ in range(10_040) if (job := admit(policy)) is not None]
         assert len(order) == 10_040
         assert not policy._queues._queues

@@ -134,7 +134,7 @@ class _KQueues(ClientQueues):
         found = super().head(client)
         if found is None or (self._left.get(client, 0) + 1) % K:
             return found
-        queue = self._queues[client].sessions[""]
+        queue = self._queue(found)
         return next(job for job in queue.numbers if job not in queue.held)
 
 
