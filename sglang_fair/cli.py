@@ -51,6 +51,10 @@ PROGRAMS = {
     "replica": Program("sglang_fair.engines.replica", "Run one SGLang server with the fair scheduler."),
     "router": Program("router", "Run the router alone."),
     "gateway": Program("router.gateway", "Run a gateway alone."),
+    "picker": Program(
+        "router.picker",
+        "Run an endpoint picker: a gateway of another maker, as Envoy, asks it where each request goes.",
+    ),
     "feeder": Program(
         "router.feeder",
         "Have the requests of batches answered; a cluster with --batches starts one by itself.",

@@ -186,13 +186,16 @@ def create_app(settings: table.Gateway) -> App:
     if settings.tenants is not None:
         public += routes_of(pages.OfTenants(gateway))
         owners.append(TenantsAdmin(Path(settings.tenants)))
-    address = None
-    if settings.admin_port is not None:
-        routes = [route for owner in owners for route in routes_of(owner, guard.check, behind_proxy())]
-        connection = partial(Listener, bounds=gateway.operators_bounds)
-        address = Address(Pages(gateway, routes), settings, connection)
+    address = None if settings.admin_port is None else operators_address(gateway, guard, owners)
     # With tenants each request shows a key, which no page has.
     return App(gateway, public, address, batches, guard if settings.tenants is None else None)
+
+
+def operators_address(gateway: Gateway, guard: Guard, owners: Sequence[object]) -> Address:
+    """That of --admin-port, with the pages of `owners`."""
+    routes = [route for owner in owners for route in routes_of(owner, guard.check, behind_proxy())]
+    connection = partial(Listener, bounds=gateway.operators_bounds)
+    return Address(Pages(gateway, routes), gateway.settings, connection)
 
 
 def open_batches(gateway: Gateway, settings: table.Gateway) -> Batches | None:

@@ -10,15 +10,18 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from router.events import Done, Place, Progress, Suspicion
 from router.events import Outcome as Ending
 from router.gateway.answer.resume import Diverged, Resumable
 from router.gateway.answer.sse import Usage, stream_of, usage_of
 from router.gateway.errors import describe, expired, of_replica
 from router.gateway.gateway import Gateway
-from router.gateway.listener import ClientGone, ClientRequest
+from router.gateway.listener import Answer, Asked, ClientGone, Incoming
 from router.gateway.record import Try
-from router.gateway.replicas.connections import Asking, Broken, Connection, NoDescriptors, NotConnected
+from router.gateway.replicas.connections import Broken, NoDescriptors, NotConnected
+from router.gateway.replicas.pool import GiveUp
 from router.gateway.replicas.retries import Failed
 from router.gateway.request.call import Call
 from router.gateway.request.kinds import PATHS, style_of
@@ -69,7 +72,7 @@ class Attempt:
         self._has_ended_it = False
         """The replica has ended, with the request in its hands."""
         self._stream = stream_of(leg.call)
-        self._asking: Asking | None = None
+        self._asking: Asked | None = None
         self._may_be_working = False
         """The replica has, or may have, the request and has not finished it."""
         self._is_cut = self._was_accepted = self._is_whole = False
@@ -110,7 +113,7 @@ class Attempt:
         if self._asking is not None:
             self._asking.give_up(Failed("cut", worker=self._place.worker))
 
-    async def run(self, headers: dict[str, str], reply: ClientRequest, resumable: Resumable | None) -> None:
+    async def run(self, headers: dict[str, str], reply: Incoming, resumable: Resumable | None) -> None:
         """Has the replica serve the request and passes its answer on. Raises `Failed` if the client has it not whole,
         `ApiError` if it has expired there, `ClientGone` if the client leaves."""
         worker = self._place.worker
@@ -133,9 +136,7 @@ class Attempt:
                 rids = self._call.rids(self._place.id) + tuple(sorted(self._stream.rids))
                 self._replicas.cancel_work(self._url, rids)
 
-    async def _carry(
-        self, headers: dict[str, str], reply: ClientRequest, resumable: Resumable | None
-    ) -> None:
+    async def _carry(self, headers: dict[str, str], reply: Incoming, resumable: Resumable | None) -> None:
         client, worker = self._suspicion.client, self._place.worker
         await self._replicas.window(self._url).reserve(client, len(self._call.encoded))
         self._may_be_working = True
@@ -143,12 +144,21 @@ class Attempt:
         if expires_s is not None and call.samples == 1 and not call.is_batch:
             headers[HEADER_TTL] = f"{max(1.0, 1e3 * (expires_s - time.monotonic())):.1f}"
         body = self._call.forwarded(self._place.id)
-        self._asking = self._replicas.post(self._url, PATHS[self._call.kind], headers, body, self._patience_s)
+        if reply.hand_over is not None:
+            self._asking = reply.hand_over(self._place, headers, body)
+        else:
+            self._asking = self._replicas.post(
+                self._url, PATHS[self._call.kind], headers, body, self._patience_s
+            )
         # A replica that falls silent is given up at once, wherever in here its answer is waited for.
         waiting, give_up = self._replicas.waiting_for(worker), self._asking.give_up
         waiting.add(give_up)
         try:
             async with self._asking as answer:
+                if reply.served_by:
+                    waiting.discard(give_up)
+                    waiting = self._move(reply.served_by)
+                    waiting.add(give_up)
                 if (failed := TURNED_AWAY.get(answer.status)) is not None:
                     self._may_be_working = False
                     raise Failed(failed.how, failed.reason, worker)
@@ -167,7 +177,15 @@ class Attempt:
         finally:
             waiting.discard(give_up)
 
-    async def _pass_whole(self, answer: Connection, reply: ClientRequest) -> None:
+    def _move(self, worker: str) -> set[GiveUp]:
+        """Another worker than was chosen has it: what it comes to is counted there. What waits for that worker."""
+        if (url := self._links.moved(self._place.id, worker)) is not None:
+            self._url = url.rstrip("/")
+        self._place = msgspec.structs.replace(self._place, worker=worker, matched_tokens=0)
+        self._noted.worker, self._noted.matched_tokens = worker, 0
+        return self._replicas.waiting_for(worker)
+
+    async def _pass_whole(self, answer: Answer, reply: Incoming) -> None:
         body, headers = await answer.read(), self._headers(answer)
         self._is_whole = True
         self._replicas.health.heard(self._place.worker, time.monotonic())
@@ -186,9 +204,7 @@ class Attempt:
             headers["content-type"] = "application/json"
         await reply.answer(answer.status, headers, body)
 
-    async def _pass_stream(
-        self, answer: Connection, reply: ClientRequest, resumable: Resumable | None
-    ) -> None:
+    async def _pass_stream(self, answer: Answer, reply: Incoming, resumable: Resumable | None) -> None:
         stream, place = self._stream, self._place
         reported_s = time.monotonic()
         try:
@@ -267,7 +283,7 @@ class Attempt:
             )
         )
 
-    def _headers(self, answer: Connection) -> dict[str, str]:
+    def _headers(self, answer: Answer) -> dict[str, str]:
         headers = {
             "content-type": answer.headers.get("content-type", "application/json"),
             "x-fair-worker": bounded(self._place.worker),

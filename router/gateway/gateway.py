@@ -47,10 +47,13 @@ LISTED_CLIENTS = 10
 class Gateway:
     """The parts, and when they start and stop. Belongs to one event loop. No part knows it."""
 
-    def __init__(self, settings: table.Gateway) -> None:
+    def __init__(self, settings: table.Gateway, *, hands_over: bool = False) -> None:
         """Reads tokenizers, keys and the tenants' file at once, and raises `TokenizerError` and SettingError if it
         cannot. `start` opens connections."""
         self.settings = settings
+        self.hands_over = hands_over
+        """Another gateway brings requests to replicas and carries their answers (`router.picker`), so nothing is tried
+        again from here, or continued elsewhere."""
         self.processes = settings.workers
         self.is_ending = False
         """It has been told to stop, and load balancers are to notice."""
@@ -98,6 +101,7 @@ class Gateway:
             settings.max_prompt_tokens,
             lambda model: self.replicas.context_tokens(model),
             facts(settings),
+            goes_on=not hands_over,
         )
         self.vocabularies = {name: one.vocabulary for name, one in tokens.items() if one.vocabulary}
         """How many tokens models have of which that is known."""

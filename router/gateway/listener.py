@@ -12,12 +12,14 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Protocol, cast
 from urllib.parse import unquote_to_bytes
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from router.events import Place
 from router.gateway.errors import overloaded
 from router.gateway.metrics import Count
 from router.gateway.request.kinds import PATHS, Kind
@@ -32,11 +34,102 @@ KINDS = {path.encode(): kind for kind, path in PATHS.items()}
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
+
 Callback = Callable[[], None]
 
 
 class ClientGone(Exception):
     """The client has left, or has stopped reading."""
+
+
+class Answer(Protocol):
+    """What a replica answers, as it comes."""
+
+    status: int
+    headers: dict[str, str]
+
+    async def piece(self) -> bytes:
+        """The next bytes; b"" at the end. Raises OSError if the end does not come."""
+
+    async def read(self) -> bytes:
+        """All that is left."""
+
+
+class Asked(Protocol):
+    """A request on its way to a replica, for `async with`. Raises OSError if no answer begins."""
+
+    @property
+    def was_sent(self) -> bool:
+        """The replica may have begun to work on it."""
+
+    def give_up(self, error: Exception) -> None:
+        """Fails it with this error, unless its answer is complete."""
+
+    async def __aenter__(self) -> Answer: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+HandOver = Callable[[Place, Mapping[str, str], bytes], Asked]
+"""Has the request brought to its replica, with these headers and this body, by whom it came from."""
+
+
+class Incoming(Protocol):
+    """A request for replicas, as relay, serving and attempt see it, and the way of its answer: `start`, `piece` again
+    and again, and `end`; or `answer`, a whole one. Methods that are waited for raise `ClientGone`. By HTTP it is a
+    `ClientRequest`; `router.picker` has one that another gateway brings to its replica."""
+
+    headers: dict[str, str]
+    """By names in lower case."""
+    own_headers: Mapping[str, str]
+    """Of any answer, as they are when it starts."""
+    started: bool
+    ended: bool
+    status: int
+    started_s: float
+    """When the answer started, on the monotonic clock."""
+
+    @property
+    def client(self) -> Any:
+        """Host and port of the peer."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """Workers that may not serve it."""
+
+    @property
+    def hand_over(self) -> HandOver | None:
+        """None: it is sent to its replica from here."""
+
+    @property
+    def served_by(self) -> str:
+        """Whoever answers, once that is known; "": whoever was asked."""
+
+    def whole_body(self) -> bytes | None:
+        """The body, if all of it has come."""
+
+    async def body_piece(self) -> tuple[bytes, bool]:
+        """The next piece of the body, and whether another one follows."""
+
+    def when_client_leaves(self, leave: Callback) -> Callback:
+        """Calls `leave` once if the client goes away, whose body has been read. Calling the result ends that."""
+
+    def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Begins the answer. Call it once."""
+
+    async def piece(self, body: bytes) -> None:
+        """A piece, which must not be empty."""
+
+    async def end(self, body: bytes = b"") -> None:
+        """The last piece."""
+
+    async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """A whole answer."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +151,16 @@ def refusal(share: str) -> bytes:
 
 
 class ClientRequest(RequestResponseCycle):
-    """A request for replicas, and its answer: `start`, `piece` again and again, and `end`. What is sent waits for the
-    client to take what was sent before; then methods raise `ClientGone`.
+    """An `Incoming` by HTTP. What is sent waits for the client to take what was sent before; then methods raise
+    `ClientGone`.
 
     By ASGI each piece is a message, and the head another one, which uvicorn writes by itself.
     """
 
     method = "POST"
+    excluded: tuple[str, ...] = ()
+    hand_over: HandOver | None = None
+    served_by = ""
 
     def __init__(self, listener: "Listener", keep_alive: bool, idle_timeout_s: float) -> None:
         super().__init__(

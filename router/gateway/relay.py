@@ -21,7 +21,7 @@ from router.gateway.access.identity import Known
 from router.gateway.access.quota import Ticket
 from router.gateway.errors import ApiError, expired
 from router.gateway.gateway import Gateway
-from router.gateway.listener import ClientGone, ClientRequest
+from router.gateway.listener import ClientGone, Incoming
 from router.gateway.record import REQUEST_ID
 from router.gateway.request.call import Call, check_models
 from router.gateway.request.kinds import PATHS, Kind, style_of
@@ -61,7 +61,7 @@ class Relay:
     """One request and its answer. `run` has its steps in their order; it returns when the client has an outcome or has
     left."""
 
-    def __init__(self, kind: Kind, gateway: Gateway, request: ClientRequest) -> None:
+    def __init__(self, kind: Kind, gateway: Gateway, request: Incoming) -> None:
         self._kind = kind
         self._gateway = gateway
         self._request = request

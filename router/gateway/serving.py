@@ -18,7 +18,7 @@ from router.gateway.answer.sse import DONE, error_event
 from router.gateway.attempt import Attempt, Leg
 from router.gateway.errors import ApiError, expired
 from router.gateway.gateway import Gateway
-from router.gateway.listener import ClientRequest
+from router.gateway.listener import Incoming
 from router.gateway.record import Exchange, Try
 from router.gateway.replicas.retries import MAX_ENDED, Failed, Retries
 from router.gateway.request.call import Call
@@ -54,7 +54,7 @@ class Serving:
         known: Known,
         part: Part,
         call: Call,
-        reply: ClientRequest,
+        reply: Incoming,
         headers: dict[str, str],
         trace: "Trace | None",
     ) -> None:
@@ -77,7 +77,7 @@ class Serving:
         self._resumable = Resumable(call) if call.can_go_on else None
         self._fingerprint = fingerprint(row.client, call.encoded)
         max_silenced = 1 if len(call.encoded) > LARGE_BYTES else MAX_ENDED
-        self._retries = Retries(gateway.settings.tries, max_silenced)
+        self._retries = Retries(1 if gateway.hands_over else gateway.settings.tries, max_silenced)
         self._attempt: Attempt | None = None
         """That under way."""
         self._was_taken = False
@@ -201,7 +201,7 @@ class Serving:
         gateway.record.placed(row, noted, place, itself=gateway.fleet.placed_itself(place.id))
         suspicion = Suspicion(row.client, self._fingerprint, len(self._retries.ended) + 1)
         attempt = self._attempt = Attempt(gateway, leg, place, noted, suspicion, self._patience_s())
-        if leg.call.stream:
+        if leg.call.stream and not gateway.hands_over:
             gateway.cuts[place.id] = partial(self._cut, attempt, leg)
         headers = {**self._headers, **traced, **self._headers_of(place)}
         failed = None
@@ -236,7 +236,7 @@ class Serving:
             tokens=leg.tokens,
             max_output_tokens=leg.call.max_output_tokens,
             namespace=leg.call.namespace,
-            exclude=self._retries.excluded,
+            exclude=(*self._reply.excluded, *self._retries.excluded),
             weight=known.caller.weight,
             weight_version=known.caller.version,
             request=row.name,

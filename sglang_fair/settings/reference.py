@@ -22,7 +22,7 @@ HEAD = """\
 
 <!-- Made by `python -m sglang_fair.settings.reference --write` from sglang_fair/settings/table.py; do not edit. -->
 
-Every setting of `sglang-fair cluster`, `replica`, `router`, `gateway`, `dashboard`, `agent` and `feeder`:
+Every setting of `sglang-fair cluster`, `replica`, `router`, `gateway`, `picker`, `dashboard`, `agent` and `feeder`:
 its option on the command line, and its key in a configuration file. The options of single policies and placements are
 in [policies](policies.md).
 

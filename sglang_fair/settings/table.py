@@ -548,13 +548,11 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gateway(Files, Tls, Tracing, Access, Deadlines, Naming, Fields, Limits):
-    """Run a gateway alone: the OpenAI API and /generate in front of the replicas; the router says which one."""
+class Front(Tls, Tracing, Access, Deadlines, Naming, Fields, Limits):
+    """What decides about requests before replicas see them."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: Port
-    """Port to listen on."""
     router: Annotated[tuple[str, ...], About(metavar="tcp://HOST:PORT")]
     """A router's address. Repeatable: each client keeps to one of them while it answers. All gateways must name the
     same ones."""
@@ -564,8 +562,6 @@ class Gateway(Files, Tls, Tracing, Access, Deadlines, Naming, Fields, Limits):
     """Folder with tokenizer.json."""
     more_models: Annotated[str, About(metavar="NAME=DIR,...", unset="none", pairs=True)] = ""
     """Further models that are served, each with the folder of its tokenizer."""
-    workers: Annotated[int, About(metavar="N", at_least=1)] = 1
-    """Processes."""
     router_timeout_s: Seconds = 5.0
     """Longest wait for the router, but for requests that it holds."""
     notice_s: NoticeS = 5.0
@@ -574,6 +570,40 @@ class Gateway(Files, Tls, Tracing, Access, Deadlines, Naming, Fields, Limits):
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     outlive_parent: OutliveParent = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway(Files, Front):
+    """Run a gateway alone: the OpenAI API and /generate in front of the replicas; the router says which one."""
+
+    port: Port
+    """Port to listen on."""
+    workers: Annotated[int, About(metavar="N", at_least=1)] = 1
+    """Processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picker(Front):
+    """Run an endpoint picker: a gateway of another maker asks it, by the protocol of the Gateway API Inference
+    Extension (Envoy's ext_proc), where each request goes."""
+
+    port: Port = 9002
+    """Port to listen on, for gRPC."""
+    admin_port: Annotated[int | None, About(metavar="PORT", unset="none", at_least=1, at_most=65535)] = None
+    """Port for operators: /status, /workers and /metrics, with the key in SGLANG_FAIR_ADMIN_KEY."""
+    tls_cert: Annotated[str | None, About(metavar="FILE", unset="made and signed by itself at its start")] = (
+        None
+    )
+    """Certificate with its chain, in PEM, that gateways and operators are shown; read again when it changes. The one
+    that it makes by itself is for gateways alone."""
+    plaintext: bool = False
+    """gRPC without TLS: gateway and picker are on one machine, or another layer protects the network."""
+    tries: Annotated[int, About(unit="replicas", above=0)] = 3
+    """Most replicas named to the gateway for a request, the chosen one first. What it cannot reach it may try at the
+    next, if it was told to retry. 1: for gateways that take one address only."""
+    conformance: bool = False
+    """Obey the test headers of the extension's conformance suite, by which a client names the replicas that it wants.
+    Not for service."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -627,6 +657,7 @@ SECTIONS: Mapping[str, type] = {
     "replica": Replica,
     "router": Router,
     "gateway": Gateway,
+    "picker": Picker,
     "dashboard": Dashboard,
     "agent": AgentSettings,
     "feeder": Feeder,

@@ -137,5 +137,5 @@ def test_what_is_required_is_missed_by_name(capsys: pytest.CaptureFixture[str]) 
         parse("gateway", ["--port", "1", "--router", "tcp://x"])
     assert capsys.readouterr().err == "sglang-fair gateway: --model-name is missing\n"
     assert [name for name, setting in settings_of(Gateway).items() if setting.required] == [
-        "port", "router", "model_name", "tokenizer"
+        "router", "model_name", "tokenizer", "port"
     ]  # fmt: skip

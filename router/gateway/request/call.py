@@ -190,8 +190,10 @@ def make_call(
     prompts: tuple[Prompt, ...],
     is_batch: bool,
     sampling: Sequence[SamplingParams],
+    *,
+    goes_on: bool = True,
 ) -> Call:
-    """`sampling` is one for all prompts or one for each."""
+    """`sampling` is one for all prompts or one for each. `goes_on`: streams may be continued elsewhere."""
     for path in (FAIR, FAIR_IN_PARAMS):
         body = _without(body, path)
     model = names.model_of(names.asked_for(request.model)) or names.first
@@ -208,7 +210,7 @@ def make_call(
         raise ApiError(400, text, code="batch_too_large", param="n")
     limit = sum(one.max_new_tokens or 0 for one in sampling) * (samples // len(sampling))
     unnamed = sum(not one.max_new_tokens for one in sampling) * (samples // len(sampling))
-    goes_on = not is_batch and can_go_on(kind, body)
+    goes_on = goes_on and not is_batch and can_go_on(kind, body)
     return Call(
         kind=kind,
         body=body,

@@ -9,6 +9,7 @@ they do in SGLang (`request.messages`, `request.responses`).
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,12 @@ class Intake:
         max_prompt_tokens: int,
         context_tokens: Callable[[str], int | None],
         allowed: Facts = WIDEST,
+        *,
+        goes_on: bool = True,
     ) -> None:
         """`tokens` are the tokenizers of the models, the first one first. `context_tokens` says how long a prompt for a
-        model may be; None while that is unknown. `allowed` is what the operator allows."""
+        model may be; None while that is unknown. `allowed` is what the operator allows. `goes_on`: streams may be
+        continued elsewhere."""
         self._facts = {
             name: allowed._replace(vocabulary=one.vocabulary) if one.vocabulary else allowed
             for name, one in tokens.items()
@@ -225,6 +229,7 @@ class Intake:
         self._max_prompt_tokens = max_prompt_tokens
         self._context_tokens = context_tokens
         self._threads = FairThreadPool(THREADS)
+        self._parse = partial(parse, goes_on=goes_on)
 
     def close(self) -> None:
         self._threads.close()
@@ -240,12 +245,12 @@ class Intake:
         """The request in `raw`, of a caller of this cache group, who may have answers of so many tokens. A large
         body takes its turn as work of `share`. Raises `ApiError`."""
         if len(raw) <= LARGE_BODY_BYTES:
-            return parse(kind, raw, self.names, group, most_output_tokens, self._facts_of)
+            return self._parse(kind, raw, self.names, group, most_output_tokens, self._facts_of)
 
         def steps() -> Iterator[Call | None]:
             check_size(raw, self._most_tokens(*self.names))
             yield None
-            yield parse(kind, raw, self.names, group, most_output_tokens, self._facts_of)
+            yield self._parse(kind, raw, self.names, group, most_output_tokens, self._facts_of)
 
         _, call = await self._threads.run(share, steps())
         assert call is not None

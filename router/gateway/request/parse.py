@@ -56,9 +56,12 @@ def parse(
     group: str | None = None,
     most_output_tokens: int | None = None,
     facts: Callable[[str], Facts] = lambda _: WIDEST,
+    *,
+    goes_on: bool = True,
 ) -> Call:
     """The request in `raw`, for one of the models `names`, of a caller of this cache group, who may have answers of so
-    many tokens. `facts` are those of a model. Raises `ApiError` with the reason if it is not one."""
+    many tokens. `facts` are those of a model. `goes_on`: its stream may be continued elsewhere. Raises `ApiError` with
+    the reason if it is not one."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -84,7 +87,8 @@ def parse(
         request = check(body, KINDS[kind].request)
     if kind in WITHOUT_ENGINE:
         group = None
-    return make_call(kind, body, request, names, group, prompts, is_batch, _sampling(kind, request))
+    sampling = _sampling(kind, request)
+    return make_call(kind, body, request, names, group, prompts, is_batch, sampling, goes_on=goes_on)
 
 
 def _prompts(kind: Kind, request: Any) -> tuple[tuple[Prompt, ...], bool]:

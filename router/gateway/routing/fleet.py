@@ -11,6 +11,8 @@ which takes it over. Messages may be lost or come twice; each names a request, s
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+import msgspec
+
 from router.events import (
     MOST_BEGUN,
     Arrive,
@@ -231,6 +233,19 @@ class Fleet:
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         return router
+
+    def moved(self, request: str, worker: str) -> Running | None:
+        """A request in flight turns out to be at another worker than it was sent to: what the router that counts it is
+        told then. None: it is not in flight, or at no worker that is known."""
+        running = self._running.get(request)
+        if running is None or worker not in self.workers:
+            return None
+        self.in_flight[running.worker] -= 1
+        if not self.in_flight[running.worker]:
+            del self.in_flight[running.worker]
+        self.in_flight[worker] += 1
+        found = self._running[request] = msgspec.structs.replace(running, worker=worker)
+        return found
 
     def refused(self, request: str) -> None:
         self._asked.pop(request, None)

@@ -177,6 +177,18 @@ class Links:
         """A request has ended at its worker, or is not going to be sent to one."""
         self._tell(self._fleet.end(done), done)
 
+    def moved(self, request: str, worker: str) -> str | None:
+        """A request in flight is served by another worker than was chosen: it counts there, and if nobody knows that
+        one, nowhere. The worker's address, where it is known."""
+        router, running = self._fleet.teller(request), self._fleet.moved(request, worker)
+        failed = Done(request, outcome="failed")
+        if running is None:
+            self.end(failed)
+            return None
+        self._tell(router, failed)
+        self._tell(router, running)
+        return self._fleet.workers[worker].url
+
     def _next(self, client: str, asked: Sequence[str]) -> Link | None:
         """To the router that decides for `client`, but for those in `asked`; None if no other one answers."""
         for name in self._fleet.routers.order(client):
