@@ -89,7 +89,7 @@ def check_free(host: str, port: int, *, shared: bool) -> None:
 
 def _for_operators(host: str, port: int, shared: bool) -> socket.socket:
     try:
-        return _bound(host, port, shared)
+        return bound(host, port, shared)
     except OSError as error:
         raise OSError(f"--admin-port: {host}:{port}: {error.strerror}") from None
 
@@ -100,20 +100,21 @@ class SharedPort(socket.socket):
 
     def __init__(self, host: str, port: int) -> None:
         """Raises OSError if another program has the address."""
-        _bound(host, port).close()  # `SO_REUSEPORT` would share it
+        bound(host, port).close()  # `SO_REUSEPORT` would share it
         family, kind, protocol, _, address = _resolved(host, port)
         super().__init__(family, kind, protocol)
         _bind(self, address, shared=True)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return _bound, (*self.getsockname()[:2], True)
+        return bound, (*self.getsockname()[:2], True)
 
 
 def _resolved(host: str, port: int) -> Any:
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
 
-def _bound(host: str, port: int, shared: bool = False) -> socket.socket:
+def bound(host: str, port: int, shared: bool = False) -> socket.socket:
+    """A socket at this address. Raises OSError."""
     family, kind, protocol, _, address = _resolved(host, port)
     made = socket.socket(family, kind, protocol)
     _bind(made, address, shared)

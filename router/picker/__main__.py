@@ -47,7 +47,7 @@ def check(settings: table.Picker) -> None:
 
 def serve(settings: table.Picker) -> int:
     """Serves until SIGTERM or SIGINT; the exit code."""
-    if (missing := missing_extra("grpc_health")) is not None:
+    if (missing := missing_extra("grpclib")) is not None:
         raise Mistake(missing)
     logs.configure(settings.log_level, settings.log_format)
     if not settings.outlive_parent:

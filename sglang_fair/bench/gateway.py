@@ -1,6 +1,9 @@
 """What the gateway costs a request, in front of an engine that answers at once (`instant`): only the way is measured.
 
-    sglang-fair bench gateway [--quick] [--json FILE]
+    sglang-fair bench gateway [--quick] [--json FILE] [--envoy PROGRAM]
+
+With an Envoy the same is measured through it alone, which deals requests out in turn, and through it with the endpoint
+picker beside it; Envoy has one worker thread.
 
 The load is by wrk (apt install wrk). Each prompt begins with one of 64 prefixes of 3,000 characters and goes on with
 1,000 characters of its own. Numbers are medians over the rounds.
@@ -8,7 +11,8 @@ The load is by wrk (apt install wrk). Each prompt begins with one of 64 prefixes
     added_ms     latency of one request at a time, less the engine's median: median and P99
     max_rps      requests per second over 32 connections, each with a request always under way
     stream       tokens per second over 32 connections, in streams of 64 tokens, one event a token
-    cpu_ms       CPU time of gateway and router per request, measured with max_rps; with streams, per token
+    cpu_ms       CPU time of gateway and router per request, measured with max_rps; with streams, per token. Through
+                 Envoy: that of picker and router, and Envoy's own
 """
 
 import asyncio
@@ -20,13 +24,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
 from sglang_fair.bench import BenchOptions, Show, bench_command, conditions
-from sglang_fair.bench.children import Children, cost, free_ports, until_served
+from sglang_fair.bench.children import Child, Children, cost, free_ports, until_served
+from sglang_fair.bench.envoy import config
 from sglang_fair.bench.instant import MODEL, STREAM_TOKENS
 from sglang_fair.models.catalog import find
 from sglang_fair.settings.commands import Option
@@ -63,6 +69,7 @@ class GatewayOptions(BenchOptions):
     rounds: Annotated[int | None, Option(min=1, help="How often it is measured (3; with --quick once).")] = (
         None
     )
+    envoy: Annotated[Path | None, Option(exists=True, dir_okay=False, help="Envoy's program.")] = None
 
 
 def write_bodies(file: Path, seed: int, *, stream: bool) -> None:
@@ -98,46 +105,68 @@ def wrk(port: int, bodies: Path, connections: int, seconds: float) -> dict[str, 
     return load
 
 
-class Setting:
-    """Engine, router and gateway. Raises `children.DidNotStart`."""
+@dataclass(frozen=True)
+class Way:
+    """To the engine: where requests are sent, and the processes that they pass, ours and Envoy."""
 
-    def __init__(self, children: Children) -> None:
-        self.engine, other, self.port, router = free_ports(4)
+    port: int
+    ours: Sequence[Child]
+    envoy: Sequence[Child] = ()
+
+
+class Setting:
+    """Engine, router, gateway, and what Envoy needs. Raises `children.DidNotStart`."""
+
+    def __init__(self, children: Children, envoy: Path | None, folder: Path) -> None:
+        """Configurations are written to `folder`."""
+        self.engine, other, port, router, asked, alone, picker = free_ports(7)
         first = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode()
         request = (
             b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
         )
         request %= PATH.encode(), len(first), first
 
-        def start(module: str, *words: str) -> Any:
+        def start(module: str, *words: str) -> Child:
             return children.start(sys.executable, "-m", module, *words)
+
+        def start_envoy(port: int, picker: int | None) -> Child:
+            file = folder / f"envoy-{port}.json"
+            file.write_text(json.dumps(config(port, (self.engine, other), picker)))
+            words = "--concurrency", "1", "--disable-hot-restart", "--log-level", "error", "-c", str(file)
+            return children.start(str(envoy), *words)
 
         engine = start("sglang_fair.bench.instant", "--ports", f"{self.engine},{other}")
         asyncio.run(until_served(self.engine, request, [engine]))
         address, quiet = f"ipc://@sglang-fair/bench/{router}", ("--log-level", "warning")
         workers = (f"--worker=r{port},http=http://127.0.0.1:{port}" for port in (self.engine, other))
-        self.ours = [
-            start("router", "--bind", address, *quiet, *workers),
-            start(
-                "router.gateway", "--port", str(self.port), "--model-name", MODEL, "--router", address,
-                "--tokenizer", find("default").path, *quiet,
-            ),
-        ]  # fmt: skip
-        asyncio.run(until_served(self.port, request, self.ours))
+        decides = start("router", "--bind", address, *quiet, *workers)
+        same = "--model-name", MODEL, "--router", address, "--tokenizer", find("default").path, *quiet
+        ours = [decides, start("router.gateway", "--port", str(port), *same)]
+        self.ways = {"gateway": Way(port, ours)}
+        if envoy is not None:
+            picks = [decides, start("router.picker", "--port", str(picker), "--plaintext", *same)]
+            self.ways["envoy"] = Way(alone, (), [start_envoy(alone, None)])
+            self.ways["picker"] = Way(asked, picks, [start_envoy(asked, picker)])
+        for way in self.ways.values():
+            asyncio.run(until_served(way.port, request, [*way.ours, *way.envoy]))
 
-    def measure(self, folder: Path, seed: int, seconds: float) -> dict[str, float]:
+    def measure(self, way: Way, folder: Path, seed: int, seconds: float) -> dict[str, float]:
         whole, streams = folder / "whole", folder / "streams"
         write_bodies(whole, seed, stream=False)
         write_bodies(streams, seed, stream=True)
-        wrk(self.port, whole, CONNECTIONS, seconds / 4)
-        began_s, _ = cost(self.ours)
-        full = wrk(self.port, whole, CONNECTIONS, seconds)
-        between_s, _ = cost(self.ours)
-        streamed = wrk(self.port, streams, CONNECTIONS, seconds)
-        ended_s, memory_mb = cost(self.ours)
-        alone, own = wrk(self.port, whole, 1, seconds), wrk(self.engine, whole, 1, seconds)
+        wrk(way.port, whole, CONNECTIONS, seconds / 4)
+        (began_s, _), (envoy_began_s, _) = cost(way.ours), cost(way.envoy)
+        full = wrk(way.port, whole, CONNECTIONS, seconds)
+        (between_s, _), (envoy_between_s, _) = cost(way.ours), cost(way.envoy)
+        streamed = wrk(way.port, streams, CONNECTIONS, seconds)
+        (ended_s, memory_mb), (envoy_ended_s, _) = cost(way.ours), cost(way.envoy)
+        alone, own = wrk(way.port, whole, 1, seconds), wrk(self.engine, whole, 1, seconds)
         tokens = streamed["served"] * STREAM_TOKENS
-        return {
+        envoys = {
+            "envoy_cpu_ms_per_request": round(1e3 * (envoy_between_s - envoy_began_s) / full["served"], 3),
+            "envoy_cpu_us_per_token": round(1e6 * (envoy_ended_s - envoy_between_s) / tokens, 2),
+        }
+        return (envoys if way.envoy else {}) | {
             "added_ms_p50": round((alone["p50"] - own["p50"]) / 1e3, 3),
             "added_ms_p99": round((alone["p99"] - own["p50"]) / 1e3, 3),
             "max_rps": round(1e6 * full["served"] / full["us"], 1),
@@ -156,17 +185,23 @@ def run(given: GatewayOptions, show: Show) -> dict[str, Any]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     seconds = given.seconds or (2 if given.quick else 5)
     rounds = given.rounds or (1 if given.quick else 3)
-    children, found, made = Children(), list[dict[str, float]](), conditions(given.seed)
+    children, found, made = Children(), dict[str, list[dict[str, float]]](), conditions(given.seed)
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
         try:
-            setting = Setting(children)
+            setting = Setting(children, given.envoy, Path(folder))
             for number in range(rounds):
-                found.append(setting.measure(Path(folder), given.seed + number, seconds))
-                show(f"round {number + 1}: {found[-1]}")
+                for name, way in setting.ways.items():
+                    row = setting.measure(way, Path(folder), given.seed + number, seconds)
+                    found.setdefault(name, []).append(row)
+                    show(f"round {number + 1}, {name}: {row}")
         finally:
             children.close()
-    row = {name: statistics.median(one[name] for one in found) for name in found[0]}
-    return {"bench": "gateway", **made, "rounds": rounds, "seconds": seconds, "row": row}
+    medians = {
+        name: {key: statistics.median(one[key] for one in rows) for key in rows[0]}
+        for name, rows in found.items()
+    }
+    made |= {"rounds": rounds, "seconds": seconds, "row": medians.pop("gateway")}
+    return {"bench": "gateway", **made, **medians}
 
 
 main = bench_command(GatewayOptions, run)

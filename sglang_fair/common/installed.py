@@ -7,7 +7,7 @@ from importlib.util import find_spec
 ENGINE = ("sglang", "torch")
 
 EXTRAS = {
-    "grpc_health": ("picker", "sglang-fair picker"),
+    "grpclib": ("picker", "sglang-fair picker"),
     "matplotlib": ("workloads", "plots"),
     "psycopg": ("postgres", "--batches postgresql://…"),
     "python_multipart": ("batches", "--batches"),

@@ -8,7 +8,7 @@ key, it goes on with what it read before. Connections that have begun stay as th
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,9 @@ class Renewed(ssl.SSLContext):
 class Server(Renewed):
     """A server's context."""
 
-    def __init__(self, certificate: str, key: str | None) -> None:
-        """Raises ValueError, in one line, for what cannot be used."""
-        self._certificate, self._key = certificate, key
+    def __init__(self, certificate: str, key: str | None, protocols: Sequence[str] = ()) -> None:
+        """`protocols` are offered by ALPN. Raises ValueError, in one line, for what cannot be used."""
+        self._certificate, self._key, self._protocols = certificate, key, protocols
         self._end_s = inf
         super().__init__(self._read, certificate, key)
 
@@ -98,6 +98,8 @@ class Server(Renewed):
         except OSError as error:
             names = self._certificate if self._key is None else f"{self._certificate}, {self._key}"
             raise ValueError(f"{names}: {_reason(error)}") from None
+        if self._protocols:
+            context.set_alpn_protocols(self._protocols)
         self._end_s = _end_s(context, _first(self._certificate))
         return context
 
@@ -121,9 +123,9 @@ def believed(authority: str | None, certificate: str | None = None) -> ssl.SSLCo
     return Renewed(read, authority)
 
 
-def server(certificate: str | None, key: str | None) -> Server | None:
+def server(certificate: str | None, key: str | None, protocols: Sequence[str] = ()) -> Server | None:
     """For a server; None without a certificate. Raises ValueError, in one line, for what cannot be used."""
-    return None if certificate is None else Server(certificate, key)
+    return None if certificate is None else Server(certificate, key, protocols)
 
 
 def _believing(certificate: str) -> ssl.SSLContext:

@@ -17,6 +17,7 @@ from sglang_fair.cli import BENCHES
 from sglang_fair.engines.bench import scheduler
 from sglang_fair.engines.bench.scheduler import Prompts, QueueShape
 from sglang_fair.settings.commands import run
+from tests.support.envoy import envoy_program
 from tests.support.tree_check import check
 
 
@@ -131,14 +132,16 @@ def test_the_queues(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
 def test_the_gateway(tmp_path: Path) -> None:
-    result = short_run("gateway", tmp_path, "--seconds", "1", "--rounds", "1")
+    pytest.importorskip("grpclib", reason="no sglang-fair[picker]")
+    result = short_run("gateway", tmp_path, "--seconds", "1", "--rounds", "1", "--envoy", envoy_program())
     assert result["rounds"] == 1
-    row = result["row"]
-    assert row["failed"] == 0
-    assert row["stream_tokens_per_s"] > row["max_rps"] > 0
-    assert row["cpu_ms_per_request"] > 0
-    assert row["cpu_us_per_token"] > 0
-    assert row["added_ms_p99"] >= row["added_ms_p50"]
+    for row in (result["row"], result["picker"]):
+        assert row["failed"] == 0
+        assert row["stream_tokens_per_s"] > row["max_rps"] > 0
+        assert row["cpu_ms_per_request"] > 0
+        assert row["cpu_us_per_token"] > 0
+        assert row["added_ms_p99"] >= row["added_ms_p50"]
+    assert result["envoy"]["cpu_ms_per_request"] == 0 < result["envoy"]["envoy_cpu_ms_per_request"]
 
 
 # ---- what is measured

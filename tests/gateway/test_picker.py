@@ -1,8 +1,6 @@
 """The endpoint picker by its protocol: a test asks as a gateway does, and answers as a replica does. The cases are
 those of llm-d-router's test/integration/epp, and of what tokens and clients come to."""
 
-# ruff: noqa: E402
-
 import asyncio
 import json
 import ssl
@@ -11,12 +9,14 @@ from typing import Any
 
 import pytest
 
-grpc = pytest.importorskip("grpc", reason="no sglang-fair[picker]")
+pytest.importorskip("grpclib", reason="no sglang-fair[picker]")
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpclib.exceptions import GRPCError, StreamTerminatedError
+from grpclib.health.v1.health_grpc import HealthStub
+from grpclib.health.v1.health_pb2 import HealthCheckRequest
 
 from router.picker.request import CHOSEN_BY_TEST, SHOWN_TO_TEST
-from router.picker.server import Server, credentials, peer_of
+from router.picker.server import Server
 from router.picker.wire import SERVICE
 from router.picker.wire import messages as pb
 from sglang_fair.settings import table
@@ -55,7 +55,7 @@ async def counts(p: Picking) -> dict[str, int]:
 
 
 async def test_a_request_in_pieces_and_its_answer_in_pieces(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     text = "word " * 20_000
     body = json.dumps(CHAT | {"messages": [{"role": "user", "content": text}]}).encode()
     sent = {"content-length": str(len(body)), "x-fair-client": "a", "x-fair-tier": "1", "authorization": "k"}
@@ -79,7 +79,7 @@ async def test_a_request_in_pieces_and_its_answer_in_pieces(p: Picking) -> None:
 
 @pytest.mark.parametrize("wants_usage", [False, True])
 async def test_a_stream_is_passed_as_it_comes_and_its_usage_read(p: Picking, wants_usage: bool) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     asked = CHAT | {"stream": True} | ({"stream_options": {"include_usage": True}} if wants_usage else {})
     await exchange.ask(json.dumps(asked).encode())
     picked, _, forwarded = await exchange.picked()
@@ -105,7 +105,7 @@ async def test_a_stream_is_passed_as_it_comes_and_its_usage_read(p: Picking, wan
 
 
 async def test_usage_of_messages_is_in_two_events(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     body = json.dumps({"max_tokens": 9, "stream": True} | CHAT).encode()
     await exchange.ask(body, path="/v1/messages?beta=true")
     picked, _, _ = await exchange.picked()
@@ -124,7 +124,7 @@ async def test_usage_of_messages_is_in_two_events(p: Picking) -> None:
 
 
 async def test_trailers_are_let_through_both_ways(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED + b" ", pieces=2)  # the last piece ends the body
     picked, _, _ = await exchange.picked()
     await exchange.answer(picked[0])
@@ -132,7 +132,7 @@ async def test_trailers_are_let_through_both_ways(p: Picking) -> None:
     await exchange.send(pb.ProcessingRequest(response_trailers=pb.HttpTrailers()))
     assert (await exchange.answered())[1] == ANSWER
     assert await exchange.told() is None
-    exchange = p.exchange()
+    exchange = await p.exchange()
     first = pb.ProcessingRequest(request_headers=_post())
     body = pb.ProcessingRequest(request_body=pb.HttpBody(body=ASKED))
     await exchange.send(first, body, pb.ProcessingRequest(request_trailers=pb.HttpTrailers()))
@@ -164,7 +164,7 @@ async def test_of_a_subset_one_is_chosen(p: Picking, written: str) -> None:
         written
     ]
     for _ in range(2):
-        exchange = p.exchange()
+        exchange = await p.exchange()
         await exchange.ask(ASKED, subset=subset)
         picked, _, _ = await exchange.picked()
         assert picked == [last] if written != "ip" else sorted(picked) == sorted(addresses(p))
@@ -172,11 +172,11 @@ async def test_of_a_subset_one_is_chosen(p: Picking, written: str) -> None:
 
 @pytest.mark.parametrize("subset", [[], "", ["10.0.0.1:80"]])
 async def test_of_an_empty_subset_nobody_is(p: Picking, subset: Any) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED, subset=subset)
     status, _, headers = await exchange.refused()
     assert (status, headers["content-type"]) == (503, "application/json")
-    get = p.exchange()
+    get = await p.exchange()
     await get.ask(None, path="/v1/models", subset=subset)
     assert (await get.refused())[0] == 503
 
@@ -184,7 +184,7 @@ async def test_of_an_empty_subset_nobody_is(p: Picking, subset: Any) -> None:
 @pytest.mark.cluster(replicas=0)
 async def test_without_replicas_it_refuses_and_is_not_ready(p: Picking) -> None:
     assert await _health(p) == {"": 2, "readiness": 2, "liveness": 1, SERVICE: 2}
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED)
     assert (await exchange.refused())[0] == 503
 
@@ -199,13 +199,13 @@ async def test_health(p: Picking) -> None:
 
 
 async def _health(p: Picking) -> dict[str, int]:
-    stub = health_pb2_grpc.HealthStub(p.channel)
+    stub = HealthStub(p.channel)
     names = "", "readiness", "liveness", SERVICE
-    return {one: (await stub.Check(health_pb2.HealthCheckRequest(service=one))).status for one in names}
+    return {one: (await stub.Check(HealthCheckRequest(service=one))).status for one in names}
 
 
 async def test_what_is_only_read_goes_anywhere(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(None, path="/v1/models", headers={"authorization": "k"})
     head = await exchange.told()
     assert head is not None
@@ -220,7 +220,7 @@ async def test_what_is_only_read_goes_anywhere(p: Picking) -> None:
 
 @pytest.mark.parametrize(("path", "body"), [("/flush_cache", None), ("/v1/nothing", b"{}")])
 async def test_nothing_else_is_let_through(p: Picking, path: str, body: bytes | None) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(body, path=path)
     assert (await exchange.refused())[0] == 404
 
@@ -228,7 +228,7 @@ async def test_nothing_else_is_let_through(p: Picking, path: str, body: bytes | 
 @pytest.mark.parametrize("settings", [{}, {"conformance": True}])
 async def test_headers_of_the_conformance_suite(p: Picking, settings: dict[str, Any]) -> None:
     wanted = addresses(p)[2]
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED, headers={CHOSEN_BY_TEST: wanted})
     picked, _, _ = await exchange.picked()
     await exchange.answer(picked[0])
@@ -241,7 +241,7 @@ async def test_headers_of_the_conformance_suite(p: Picking, settings: dict[str, 
 
 
 async def test_whoever_served_is_charged_and_not_the_chosen_one(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED)
     picked, _, _ = await exchange.picked()
     await exchange.answer(picked[1])
@@ -262,7 +262,7 @@ async def test_whoever_served_is_charged_and_not_the_chosen_one(p: Picking) -> N
 
 
 async def test_a_server_that_nobody_knows_is_charged_to_nobody(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED)
     await exchange.picked()
     await exchange.answer("10.0.0.1:80")
@@ -275,7 +275,7 @@ async def test_a_server_that_nobody_knows_is_charged_to_nobody(p: Picking) -> No
 
 
 async def test_what_the_gateway_answers_itself_has_failed(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED)
     await exchange.picked()
     await exchange.answer("", 503, "text/plain")
@@ -286,7 +286,7 @@ async def test_what_the_gateway_answers_itself_has_failed(p: Picking) -> None:
 
 
 async def test_an_error_of_a_replica_is_put_into_words_of_the_api(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED)
     picked, _, _ = await exchange.picked()
     await exchange.answer(picked[0], 400)
@@ -300,10 +300,10 @@ async def test_an_error_of_a_replica_is_put_into_words_of_the_api(p: Picking) ->
 
 async def test_a_client_that_leaves_while_its_request_is_held(p: Picking) -> None:
     may_go_on, arrived = held_router(p.c), listening(p.c)
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED)
     await eventually(lambda: arrived, "it waits")
-    exchange.leave()
+    await exchange.leave()
     await eventually(lambda: not p.gateway.capacity.requests.taken, "it is given up")
     may_go_on.set()
     await p.c.ended(failed=1)
@@ -312,7 +312,7 @@ async def test_a_client_that_leaves_while_its_request_is_held(p: Picking) -> Non
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_stream(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(STREAMED)
     picked, headers, _ = await exchange.picked()
     await exchange.answer(picked[0], kind="text/event-stream")
@@ -320,7 +320,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_stream(p: Picking) -> N
         await exchange.body(event_of({"choices": [{"delta": {"content": "t"}}]}), ends=False)
     for _ in range(4):
         await exchange.told()
-    exchange.leave()
+    await exchange.leave()
     found = (await p.c.ended(aborted=1))["counts"]
     assert found["output_tokens"] == 2  # the first event of a chat names the role
     rid = headers["x-fair-attempt"]
@@ -329,7 +329,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_stream(p: Picking) -> N
 
 async def test_a_gateway_that_answers_by_itself_while_a_request_is_held(p: Picking) -> None:
     may_go_on, arrived = held_router(p.c), listening(p.c)
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED)
     await eventually(lambda: arrived, "it waits")
     await exchange.answer("", 504)
@@ -357,14 +357,14 @@ def with_tenants(tenants: Path, settings: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("with_tenants")
 async def test_keys_and_limits_are_the_gateways(p: Picking) -> None:
     for headers in ({}, {"authorization": "Bearer nobody"}, {"x-gateway-inference-fairness-id": "a"}):
-        exchange = p.exchange()
+        exchange = await p.exchange()
         await exchange.ask(ASKED, headers=headers)
         assert (await exchange.refused())[0] == 401
-    get = p.exchange()
+    get = await p.exchange()
     await get.ask(None, path="/v1/models")
     assert (await get.refused())[0] == 401
     body = json.dumps(CHAT | {"max_tokens": 30}).encode()
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(body, headers={"authorization": "Bearer a"})
     picked, sent, _ = await exchange.picked()
     assert sent["x-fair-client"] == "a"
@@ -374,7 +374,7 @@ async def test_keys_and_limits_are_the_gateways(p: Picking) -> None:
     assert headers["x-ratelimit-limit-tokens"] == "60"
     left = await p.gateway.quotas.left("a", p.gateway.directory.by_name("a").tenant.limits)
     assert left[0][2] == 60 - 21 - 7  # what it was, and not what it might have been
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(body, headers={"authorization": "Bearer a"})
     status, error, headers = await exchange.refused()
     assert (status, error["code"]) == (429, "rate_limit_exceeded")
@@ -387,7 +387,7 @@ async def test_keys_and_limits_are_the_gateways(p: Picking) -> None:
 async def test_only_a_trusted_gateway_names_the_client(
     p: Picking, settings: dict[str, Any], name: str
 ) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED, headers={name: "b", "authorization": "Bearer a"})
     is_trusted = settings["trusted_proxies"].startswith("127")
     assert (await exchange.picked())[1]["x-fair-client"] == ("b" if is_trusted else "a")
@@ -404,7 +404,7 @@ async def test_only_a_trusted_gateway_names_the_client(
 )
 async def test_deadlines(p: Picking, headers: dict[str, str], due: tuple[str, float]) -> None:
     arrived = listening(p.c)
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(ASKED, headers=headers)
     await exchange.picked()
     assert arrived[0].due is not None
@@ -413,7 +413,7 @@ async def test_deadlines(p: Picking, headers: dict[str, str], due: tuple[str, fl
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"messages": 1}'])
 async def test_what_is_no_request(p: Picking, body: bytes) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(body)
     assert (await exchange.refused())[0] == 400
     assert "arrived" not in await counts(p)
@@ -421,16 +421,16 @@ async def test_what_is_no_request(p: Picking, body: bytes) -> None:
 
 @pytest.mark.parametrize("settings", [{"max_body_bytes": 100}])
 async def test_a_body_that_is_too_large(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.ask(b" " * 101, pieces=2)
     assert (await exchange.refused())[0] == 413
 
 
 async def test_a_stream_that_begins_with_something_else(p: Picking) -> None:
-    exchange = p.exchange()
+    exchange = await p.exchange()
     await exchange.send(pb.ProcessingRequest(request_body=pb.HttpBody(body=ASKED)))
-    with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
-        await exchange.told()
+    with pytest.raises((GRPCError, StreamTerminatedError)):
+        await exchange.ends()
 
 
 # -- the process
@@ -449,8 +449,6 @@ async def test_a_certificate_is_its_own_or_given_and_renewed(p: Picking, tmp_pat
             shown = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
             assert shown.strip() in Path(again.certificate).read_text()
         await server.close(0.0, 0.0)
-    p.gateway.is_ending = False
-    assert credentials(table.Picker(**own, plaintext=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -466,9 +464,3 @@ def test_settings_that_cannot_be(words: list[str], why: str, capsys: pytest.Capt
     needed = ["--router", "tcp://127.0.0.1:1", "--model-name", "m", "--tokenizer", "."]
     assert main_of("picker")([*needed, *words]) == 2
     assert why in capsys.readouterr().err
-
-
-def test_peers() -> None:
-    assert peer_of("ipv4:10.0.0.1:80") == ("10.0.0.1", 80)
-    assert peer_of("ipv6:%5B::1%5D:80") == ("::1", 80)
-    assert peer_of("unix:/tmp/x") is None

@@ -13,11 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-pytest.importorskip("grpc", reason="no sglang-fair[picker]")
+pytest.importorskip("grpclib", reason="no sglang-fair[picker]")
 
 from router.picker.__main__ import READY
 from tests.gateway.clusters import CHAT, DONE, Cluster, add_tenant, held_router
-from tests.gateway.pickers import CHAT_PATH, Picking, behind_envoy, envoy_program, envoy_started, picking
+from tests.gateway.pickers import CHAT_PATH, Picking, behind_envoy, picking
+from tests.support.envoy import envoy_program, envoy_started
 from tests.support.ports import free_port
 from tests.support.stand_in import MODEL
 from tests.support.waiting import DEADLINE_S, eventually

@@ -1,13 +1,19 @@
-"""Tenants that ask a gateway with their keys, again and again, in a thread of its own."""
+"""Tenants that ask a gateway with their keys, again and again, in a thread of its own; and the shares that they get."""
 
 import asyncio
 import threading
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from typing import Any
 
 import aiohttp
 
+from tests.support.live import Cluster
+
+LIMIT_S = 400
+"""For a busy machine; an idle one needs a tenth."""
 REFUSED_S = 0.5
 """After a refusal, so that many of them leave the processors to the engines."""
 
@@ -75,3 +81,58 @@ class Asking:
             self.answered[key, status] += 1
             if status != 200:
                 await asyncio.sleep(REFUSED_S)
+
+
+class Shares:
+    """Sums up service over the stretches in which two tenants waited at a replica without a break. A stretch ends when
+    one has nothing waiting, which happens now and then where a router holds requests. In each what they got in
+    proportion to their weights must differ by no more than the bound that the replica reports."""
+
+    def __init__(self, both: Sequence[str]) -> None:
+        self._both = both
+        self._begin: dict[str, tuple[float, int | None]] = {}
+        self._before = self._stretch = dict.fromkeys(both, 0.0)
+
+    def see(self, book: Mapping[str, Any]) -> dict[str, float]:
+        """A further GET /fair of the replica; what each got until now."""
+        clients = book["clients"]
+        present = [name for name in self._both if name in clients]
+        now = {name: (clients[name]["service"], clients[name]["backlog"]) for name in present}
+        if not self._begin or any(
+            now.get(name, (0, None))[1] != begin[1] for name, begin in self._begin.items()
+        ):
+            self._before = self.got
+            self._stretch = dict.fromkeys(self._both, 0.0)
+            waits = len(now) == len(self._both) and all(backlog is not None for _, backlog in now.values())
+            self._begin = now if waits else {}
+        if self._begin:
+            self._stretch = {name: now[name][0] - begin for name, (begin, _) in self._begin.items()}
+            services = [service / clients[name]["weight"] for name, service in self._stretch.items()]
+            assert max(services) - min(services) <= book["bound"], (self._stretch, book["bound"])
+        return self.got
+
+    @property
+    def got(self) -> dict[str, float]:
+        return {name: before + self._stretch[name] for name, before in self._before.items()}
+
+
+def shares(
+    cluster: Cluster,
+    both: Sequence[str],
+    times_the_bound: float,
+    look: Callable[[Mapping[str, Any]], None] = lambda book: None,
+) -> dict[str, float]:
+    """What both got at all replicas while both waited there, once that is enough; at each inside its bound. `look` is
+    shown each GET /fair."""
+    seen = [Shares(both) for _ in cluster.addresses["replicas"]]
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        got = dict.fromkeys(both, 0.0)
+        for number, book in enumerate(cluster.books()):
+            look(book)
+            for name, service in seen[number].see(book).items():
+                got[name] += service
+        if min(got.values()) > times_the_bound * book["bound"]:
+            return got
+        time.sleep(0.5)
+    raise AssertionError(f"little was served: {got}")
