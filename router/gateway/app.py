@@ -191,9 +191,12 @@ def create_app(settings: table.Gateway) -> App:
     return App(gateway, public, address, batches, guard if settings.tenants is None else None)
 
 
-def operators_address(gateway: Gateway, guard: Guard, owners: Sequence[object]) -> Address:
-    """That of --admin-port, with the pages of `owners`."""
-    routes = [route for owner in owners for route in routes_of(owner, guard.check, behind_proxy())]
+def operators_address(
+    gateway: Gateway, guard: Guard, owners: Sequence[object], open_to_all: Sequence[Route] = ()
+) -> Address:
+    """That of --admin-port, with the pages of `owners`, and others that are not guarded."""
+    guarded = [route for owner in owners for route in routes_of(owner, guard.check, behind_proxy())]
+    routes = [*open_to_all, *guarded]
     connection = partial(Listener, bounds=gateway.operators_bounds)
     return Address(Pages(gateway, routes), gateway.settings, connection)
 

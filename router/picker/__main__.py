@@ -15,7 +15,8 @@ from router.gateway.admin import Admin
 from router.gateway.app import operators_address
 from router.gateway.gateway import Gateway
 from router.gateway.guard import Guard
-from router.gateway.pages import Private
+from router.gateway.operations import routes_of
+from router.gateway.pages import Private, Public
 from router.gateway.request.intake import TokenizerError
 from router.process import collect_seldom
 from sglang_fair.common.guard import named
@@ -71,7 +72,9 @@ async def _serve(settings: table.Picker, made: table.Gateway) -> None:
     gateway = Gateway(made, hands_over=True)
     guard = Guard(has_tenants=made.tenants is not None, names=named(made.names))
     owners = Private(gateway), Admin(gateway.link, gateway.replicas, gateway.names)
-    pages = None if made.admin_port is None else operators_address(gateway, guard, owners)
+    pages = None
+    if made.admin_port is not None:
+        pages = operators_address(gateway, guard, owners, routes_of(Public(gateway)))
     server = Server(gateway, settings)
     await gateway.start()
     try:

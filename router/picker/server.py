@@ -215,7 +215,8 @@ def _self_signed() -> bytes:
     signed = made.not_valid_after(now + datetime.timedelta(days=3650)).sign(key, hashes.SHA256())
     pem = serialization.Encoding.PEM
     plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    return key.private_bytes(pem, *plain) + signed.public_bytes(pem)
+    found: bytes = key.private_bytes(pem, *plain) + signed.public_bytes(pem)
+    return found
 
 
 def _sender(stream: Stream[Message, Message]) -> Send:

@@ -14,7 +14,7 @@ from tests.support.helm import CHART, NAMESPACE, ROOT, VALUES, Manifest, rendere
 from tests.support.monitoring import RULES
 
 KUBERNETES = ("1.35", "1.31")
-CUSTOM = ("LeaderWorkerSet", "PrometheusRule", "ServiceMonitor")
+CUSTOM = ("InferencePool", "LeaderWorkerSet", "PrometheusRule", "ServiceMonitor")
 """Of whom Kubernetes has no schema."""
 
 with_each = pytest.mark.parametrize("name", VALUES)
@@ -160,9 +160,24 @@ def test_prometheus_finds_every_process_that_has_metrics(name: str) -> None:
         job = next(rule["expr"] for rule in RULES if rule["alert"] == "SglangFairTargetDown")
         assert re.fullmatch(re.search(r'job=~"([^"]+)"', job)[1], renamed["replacement"])  # type: ignore[index]
     expected = {("gateway", 8001), ("router", 9001), ("replica", 30000)}
-    assert reached == expected | (
-        {("batches", 8001)} if found.named("StatefulSet", "rel-sglang-fair-batches") else set()
-    )
+    more = {pod.component for pod in found.pods} & {"batches", "picker"}
+    assert reached == expected | {(component, 8001) for component in more}
+
+
+def test_a_pool_has_the_replicas_and_names_the_picker() -> None:
+    """As `inferencepools.inference.networking.k8s.io` v1 has it."""
+    found = rendered("many-replicas")
+    (pool,) = found.of("InferencePool")
+    spec = pool["spec"]
+    assert {one.component for one in found.selected(spec["selector"]["matchLabels"])} == {"replica"}
+    replica = next(one for one in found.containers if one.program == "replica")
+    assert [one["number"] for one in spec["targetPorts"]] == [replica.ports["http"]]
+    picker = spec["endpointPickerRef"]
+    service = found.named("Service", picker["name"])
+    assert service is not None
+    assert picker["port"]["number"] in {one["port"] for one in service["spec"]["ports"]}
+    assert picker["failureMode"] == "FailClose"
+    assert not rendered("minimal").of("InferencePool")
 
 
 def test_rules_and_dashboard_are_those_of_the_tables() -> None:
@@ -202,6 +217,7 @@ TRIAL = str(values_file("cpu-trial"))
         (["--set", "replicas.gpus=1"], "an emulated replica has no GPU"),
         (["--set", "cache.size=1Gi", "--set", "cache.existingClaim=c"], "set one of them"),
         (["--set", "gateway.autoscaling.enabled=true", "--set", "gateway.autoscaling.min=9"], "min is larger than max"),
+        (["--set", "picker.enabled=true"], "picker.gateways: say which pods are the gateway's"),
         (["--set", "gateway.ingress.enabled=true"], "gateway.ingress: set host"),
         (["--set-json", 'swap.models=[{"name": "b", "source": "/models/b"}]'], "set modelVolume.existingClaim"),
         (["--set-json", 'swap.models=[{"name": "b", "source": "hub/b"}]'], "does not match pattern"),

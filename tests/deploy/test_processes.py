@@ -104,7 +104,7 @@ def test_tokenizers_are_put_where_the_gateway_looks(
 ) -> None:
     made: list[tuple[str, Path]] = []
     monkeypatch.setattr(models, "copy_tokenizer", lambda name, to, say: made.append((name, to)))
-    for one in sites[name].of("gateway"):
+    for one in (*sites[name].of("gateway"), *sites[name].of("picker")):
         made.clear()
         for init in (Container(one.pod, init) for init in one.pod.spec["initContainers"]):
             assert init.program == "models"
@@ -176,6 +176,7 @@ def test_ports_are_those_that_processes_listen_at(name: str, sites: Mapping[str,
 PATHS: Mapping[str, tuple[str, str]] = {
     "router": ("router/http.py", r"GET (/\w+)"),
     "gateway": ("router/gateway/pages.py", r'Operation\(\s*"GET",\s*"(/\w+)"'),
+    "picker": ("router/gateway/pages.py", r'Operation\(\s*"GET",\s*"(/\w+)"'),
     "dashboard": ("sglang_fair/dashboard/server.py", r'web\.get\("(/\w+)"'),
 }
 """Where a program's paths stand. What they answer is tested where the program is."""
@@ -285,7 +286,7 @@ def implied(site: Site) -> set[Connection]:
             case "router":
                 for up in followed:
                     addresses |= {up.url, up.kv, up.replay, *filter(None, (up.load,))}
-            case "gateway":  # asks those that its routers name
+            case "gateway" | "picker":  # asks those that its routers name
                 addresses |= {*settings.router, *(up.url for up in followed)}
             case "feeder":
                 addresses |= {settings.gateway}
@@ -378,7 +379,7 @@ def test_all_routers_are_named_alike_and_exist(name: str, sites: Mapping[str, Si
     (router,) = [
         one for one in site.rendered.of("StatefulSet") if one["metadata"]["name"].endswith("-router")
     ]
-    lists = {tuple(one.settings.router) for one in site.of("gateway")}
+    lists = {tuple(one.settings.router) for one in (*site.of("gateway"), *site.of("picker"))}
     (addresses,) = lists
     assert len(addresses) == router["spec"]["replicas"]
     for one in site.of("agent"):

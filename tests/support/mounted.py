@@ -154,7 +154,7 @@ def ports_of(program: str, settings: Any, *, leads: bool = True) -> set[int]:
             return found | {int(word.rpartition(":")[2]) for word in meets}
         case "router":
             return {int(settings.bind.rpartition(":")[2]), settings.http_port}
-        case "gateway":
+        case "gateway" | "picker":
             return {settings.port, settings.admin_port}
         case "dashboard":
             return {settings.port}

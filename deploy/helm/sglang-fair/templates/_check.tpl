@@ -62,6 +62,9 @@
 {{- if and $v.gateway.autoscaling.enabled (gt (int $v.gateway.autoscaling.min) (int $v.gateway.autoscaling.max)) -}}
 {{- fail "gateway.autoscaling: min is larger than max" -}}
 {{- end -}}
+{{- if and $v.picker.enabled $v.networkPolicy.enabled (not $v.picker.gateways) -}}
+{{- fail "picker.gateways: say which pods are the gateway's, so that they reach pickers and replicas" -}}
+{{- end -}}
 {{- if and $v.gateway.ingress.enabled (not $v.gateway.ingress.host) -}}
 {{- fail "gateway.ingress: set host" -}}
 {{- end -}}

@@ -44,7 +44,7 @@ labels:
 
 {{- /* Ports, once. kv + 1 is where KV events are replayed. */ -}}
 {{- define "fair.ports" -}}
-{"gateway": 8000, "admin": 8001, "dashboard": 8002, "router": 5555, "routerHttp": 9001, "replica": 30000, "kv": 5557, "replay": 5558, "load": 5559, "rendezvous": 20000}
+{"gateway": 8000, "admin": 8001, "dashboard": 8002, "router": 5555, "picker": 9002, "routerHttp": 9001, "replica": 30000, "kv": 5557, "replay": 5558, "load": 5559, "rendezvous": 20000}
 {{- end -}}
 
 {{- define "fair.placement" -}}
@@ -332,6 +332,53 @@ spec:
       {{- end }}
 {{- end -}}
 
+{{- /* What gateways and pickers are told. */ -}}
+{{- define "fair.frontArguments" -}}
+{{- $v := .Values -}}
+{{- $ports := include "fair.ports" . | fromJson -}}
+- --config=/etc/sglang-fair/config/settings.yaml
+- --host=0.0.0.0
+- --admin-host=0.0.0.0
+- --admin-port={{ $ports.admin }}
+{{- range include "fair.routers" . | fromJsonArray }}
+- --router={{ . }}
+{{- end }}
+- --model-name={{ $v.model.name }}
+- --tokenizer=/tokenizers/0
+{{- if $v.swap.models }}
+{{- $more := list }}
+{{- range $i, $one := $v.swap.models }}
+{{- $more = append $more (printf "%s=/tokenizers/%d" $one.name (add1 $i)) }}
+{{- end }}
+- --more-models={{ join "," $more }}
+{{- end }}
+{{- if $v.tenants.existingSecret }}
+- --tenants=/etc/sglang-fair/tenants/{{ $v.tenants.key }}
+{{- end }}
+{{- if $v.curve.existingSecret }}
+- --keys=/etc/sglang-fair/curve
+{{- end }}
+{{- include "fair.tlsArguments" $v.gateway.tls.existingSecret }}
+{{- if and $v.ca.existingSecret $v.replicas.tls.existingSecret }}
+- --replica-ca=/etc/sglang-fair/ca/ca.crt
+{{- end }}
+- --notice={{ int $v.gateway.noticeSeconds }}
+- --drain={{ int $v.gateway.drainSeconds }}
+- --outlive-parent
+{{- end -}}
+
+{{- define "fair.frontMounts" -}}
+{{- include "fair.writable" . }}
+{{ include "fair.configMounts" . }}
+- {name: tokenizers, mountPath: /tokenizers, readOnly: true}
+{{- include "fair.curveMount" . }}
+{{- include "fair.caMount" . }}
+{{- if .Values.tenants.existingSecret }}
+- {name: tenants, mountPath: /etc/sglang-fair/tenants, readOnly: true}
+{{- end }}
+{{- include "fair.tlsMount" (list "tls" .Values.gateway.tls.existingSecret) }}
+{{- end -}}
+
 {{- /* The front: the arguments of a gateway, and the tokenizers that it needs. `batches`: the one with batches. */ -}}
 {{- define "fair.gatewayContainer" -}}
 {{- $root := .root -}}
@@ -345,39 +392,11 @@ spec:
   command: [sglang-fair]
   args:
     - gateway
-    - --config=/etc/sglang-fair/config/settings.yaml
-    - --host=0.0.0.0
     - --port={{ $ports.gateway }}
-    - --admin-host=0.0.0.0
-    - --admin-port={{ $ports.admin }}
-    {{- range include "fair.routers" .root | fromJsonArray }}
-    - --router={{ . }}
-    {{- end }}
-    - --model-name={{ $v.model.name }}
-    - --tokenizer=/tokenizers/0
-    {{- if $v.swap.models }}
-    {{- $more := list }}
-    {{- range $i, $one := $v.swap.models }}
-    {{- $more = append $more (printf "%s=/tokenizers/%d" $one.name (add1 $i)) }}
-    {{- end }}
-    - --more-models={{ join "," $more }}
-    {{- end }}
-    {{- if $v.tenants.existingSecret }}
-    - --tenants=/etc/sglang-fair/tenants/{{ $v.tenants.key }}
-    {{- end }}
-    {{- if $v.curve.existingSecret }}
-    - --keys=/etc/sglang-fair/curve
-    {{- end }}
-    {{- include "fair.tlsArguments" $v.gateway.tls.existingSecret | nindent 4 }}
-    {{- if and $v.ca.existingSecret $v.replicas.tls.existingSecret }}
-    - --replica-ca=/etc/sglang-fair/ca/ca.crt
-    {{- end }}
+    {{- include "fair.frontArguments" .root | nindent 4 }}
     {{- if .batches }}
     - --batches=/batches
     {{- end }}
-    - --notice={{ int $v.gateway.noticeSeconds }}
-    - --drain={{ int $v.gateway.drainSeconds }}
-    - --outlive-parent
   env:
     {{- include "fair.home" .root | nindent 4 }}
     {{- include "fair.keyVariable" (list $root "SGLANG_FAIR_ADMIN_KEY" "admin-key") | nindent 4 }}
@@ -409,15 +428,7 @@ spec:
   resources:
     {{- toYaml $v.gateway.resources | nindent 4 }}
   volumeMounts:
-    {{- include "fair.writable" .root | nindent 4 }}
-    {{- include "fair.configMounts" .root | nindent 4 }}
-    - {name: tokenizers, mountPath: /tokenizers, readOnly: true}
-    {{- include "fair.curveMount" .root | nindent 4 }}
-    {{- include "fair.caMount" .root | nindent 4 }}
-    {{- if $v.tenants.existingSecret }}
-    - {name: tenants, mountPath: /etc/sglang-fair/tenants, readOnly: true}
-    {{- end }}
-    {{- include "fair.tlsMount" (list "tls" $v.gateway.tls.existingSecret) | nindent 4 }}
+    {{- include "fair.frontMounts" .root | nindent 4 }}
     {{- if .batches }}
     - {name: batches, mountPath: /batches}
     {{- end }}
