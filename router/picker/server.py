@@ -63,23 +63,24 @@ class Picker:
         first = await stream.recv_message()
         if first is None or not first.HasField("request_headers"):
             raise GRPCError(Status.INVALID_ARGUMENT, "the first message must have request_headers")
+        if first.HasField("protocol_config") and not _is_duplex(first.protocol_config):
+            raise GRPCError(Status.INVALID_ARGUMENT, "both body modes must be FULL_DUPLEX_STREAMED")
         request = PickedRequest(first, stream.peer.addr(), _sender(stream), self._terms)
-        answering = asyncio.create_task(self._answer(request))
+        answering = asyncio.create_task(self._ended(request, stream))
         self.answering.add(answering)
         answering.add_done_callback(self.answering.discard)
-        reading = asyncio.current_task()
-        assert reading is not None
-        answering.add_done_callback(lambda _: reading.cancel())
         try:
             while (message := await stream.recv_message()) is not None:
                 request.take(message)
+        finally:  # cancelled, if the gateway has broken it off
             request.left()
-            await answering
-        except asyncio.CancelledError:
-            request.left()
-            if not answering.done():
-                raise
-            reading.uncancel()
+        await answering
+
+    async def _ended(self, request: PickedRequest, stream: Stream[Message, Message]) -> None:
+        """Answers it, and ends the stream, of which the gateway may not have ended its half."""
+        await self._answer(request)
+        with suppress(Exception):  # of several kinds: it is broken off
+            await stream.send_trailing_metadata()
 
     async def _answer(self, request: PickedRequest) -> None:
         try:
@@ -175,6 +176,10 @@ class Server:
     def _tell_health(self) -> None:
         is_ready = not self._gateway.is_ending and bool(self._picker.endpoints.able(None, 1))
         self._ready.set(is_ready)
+
+
+def _is_duplex(config: Message) -> bool:
+    return bool(config.request_body_mode == config.response_body_mode == wire.FULL_DUPLEX_STREAMED)
 
 
 class Named:

@@ -15,6 +15,9 @@ SERVICE, METHOD = "envoy.service.ext_proc.v3.ExternalProcessor", "Process"
 OVERWRITE = 2
 """`append_action` of a header that takes the place of what there is."""
 
+FULL_DUPLEX_STREAMED = 4
+"""Of a `ProtocolConfiguration`."""
+
 _PACKAGE = "sglang_fair.ext_proc"
 _STRUCT = ".google.protobuf.Struct"
 _SCALARS = {"text": 9, "bytes": 12, "flag": 8, "number": 5}
@@ -23,8 +26,9 @@ _MESSAGES: Mapping[str, Mapping[int, str]] = {
     "ProcessingRequest": {
         2: "request_headers HttpHeaders", 3: "response_headers HttpHeaders", 4: "request_body HttpBody",
         5: "response_body HttpBody", 6: "request_trailers HttpTrailers", 7: "response_trailers HttpTrailers",
-        8: "metadata_context Metadata", 9: "attributes map",
+        8: "metadata_context Metadata", 9: "attributes map", 11: "protocol_config ProtocolConfiguration",
     },
+    "ProtocolConfiguration": {1: "request_body_mode number", 2: "response_body_mode number"},
     "ProcessingResponse": {
         1: "request_headers HeadersResponse", 2: "response_headers HeadersResponse", 3: "request_body BodyResponse",
         4: "response_body BodyResponse", 5: "request_trailers HttpTrailers", 6: "response_trailers HttpTrailers",

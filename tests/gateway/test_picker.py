@@ -426,11 +426,14 @@ async def test_a_body_that_is_too_large(p: Picking) -> None:
     assert (await exchange.refused())[0] == 413
 
 
-async def test_a_stream_that_begins_with_something_else(p: Picking) -> None:
-    exchange = await p.exchange()
-    await exchange.send(pb.ProcessingRequest(request_body=pb.HttpBody(body=ASKED)))
-    with pytest.raises((GRPCError, StreamTerminatedError)):
-        await exchange.ends()
+async def test_streams_that_are_no_conversation(p: Picking) -> None:
+    buffered = pb.ProcessingRequest(request_headers=_post())
+    buffered.protocol_config.request_body_mode = 2
+    for first in (pb.ProcessingRequest(request_body=pb.HttpBody(body=ASKED)), buffered):
+        exchange = await p.exchange()
+        await exchange.send(first)
+        with pytest.raises((GRPCError, StreamTerminatedError)):
+            await exchange.ends()
 
 
 # -- the process

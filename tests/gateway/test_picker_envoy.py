@@ -12,10 +12,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 
 pytest.importorskip("grpclib", reason="no sglang-fair[picker]")
 
 from router.picker.__main__ import READY
+from sglang_fair.bench.envoy import config
 from tests.gateway.clusters import CHAT, DONE, Cluster, add_tenant, held_router
 from tests.gateway.pickers import CHAT_PATH, Picking, behind_envoy, picking
 from tests.support.envoy import envoy_program, envoy_started
@@ -39,6 +41,12 @@ async def through_envoy(
 ) -> AsyncIterator[tuple[Picking, str]]:
     async with picking(c, tokenizer, **settings) as p, behind_envoy(p, folder, **(envoy or {})) as url:
         yield p, url
+
+
+def test_the_configuration_that_is_shipped_is_that_of_the_tests(program: str) -> None:
+    file = Path(__file__).parents[2] / "deploy/envoy/picker.yaml"
+    assert yaml.safe_load(file.read_text()) == config(8080, (30000, 30001), 9002, tls=True)
+    subprocess.run([program, "--mode", "validate", "-c", str(file)], check=True, capture_output=True)
 
 
 async def test_streams_answers_and_refusals(c: Cluster, tokenizer: Path, tmp_path: Path) -> None:
