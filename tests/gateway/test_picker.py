@@ -19,6 +19,7 @@ from router.picker.request import CHOSEN_BY_TEST, SHOWN_TO_TEST
 from router.picker.server import Server
 from router.picker.wire import SERVICE
 from router.picker.wire import messages as pb
+from sglang_fair.common import token_ids
 from sglang_fair.settings import table
 from tests.gateway.clusters import CHAT, DONE, Cluster, add_tenant, held_router, listening
 from tests.gateway.pickers import Picking, address, picking
@@ -82,9 +83,9 @@ async def test_a_stream_is_passed_as_it_comes_and_its_usage_read(p: Picking, wan
     exchange = await p.exchange()
     asked = CHAT | {"stream": True} | ({"stream_options": {"include_usage": True}} if wants_usage else {})
     await exchange.ask(json.dumps(asked).encode())
-    picked, _, forwarded = await exchange.picked()
+    picked, headers, forwarded = await exchange.picked()
     assert json.loads(forwarded)["stream_options"] == {"include_usage": True}
-    assert "return_token_ids" not in json.loads(forwarded)  # nothing is continued elsewhere
+    assert token_ids.HEADER not in headers  # nothing is continued elsewhere
     await exchange.answer(picked[0], kind="text/event-stream")
     first, last = (
         event_of({"choices": [{"delta": {"content": "t"}}]}),
