@@ -9,7 +9,6 @@ they do in SGLang (`request.messages`, `request.responses`).
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +228,7 @@ class Intake:
         self._max_prompt_tokens = max_prompt_tokens
         self._context_tokens = context_tokens
         self._threads = FairThreadPool(THREADS)
-        self._parse = partial(parse, goes_on=goes_on)
+        self._goes_on = goes_on
 
     def close(self) -> None:
         self._threads.close()
@@ -245,12 +244,12 @@ class Intake:
         """The request in `raw`, of a caller of this cache group, who may have answers of so many tokens. A large
         body takes its turn as work of `share`. Raises `ApiError`."""
         if len(raw) <= LARGE_BODY_BYTES:
-            return self._parse(kind, raw, self.names, group, most_output_tokens, self._facts_of)
+            return parse(kind, raw, self.names, group, most_output_tokens, self._facts_of, self._goes_on)
 
         def steps() -> Iterator[Call | None]:
             check_size(raw, self._most_tokens(*self.names))
             yield None
-            yield self._parse(kind, raw, self.names, group, most_output_tokens, self._facts_of)
+            yield parse(kind, raw, self.names, group, most_output_tokens, self._facts_of, self._goes_on)
 
         _, call = await self._threads.run(share, steps())
         assert call is not None

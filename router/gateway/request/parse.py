@@ -56,7 +56,6 @@ def parse(
     group: str | None = None,
     most_output_tokens: int | None = None,
     facts: Callable[[str], Facts] = lambda _: WIDEST,
-    *,
     goes_on: bool = True,
 ) -> Call:
     """The request in `raw`, for one of the models `names`, of a caller of this cache group, who may have answers of so
