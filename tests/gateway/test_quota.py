@@ -440,18 +440,20 @@ async def test_a_gateway_that_is_killed_gives_its_requests_back_when_their_lease
             return await quotas.left("gold", Limits(concurrency=1)) == [("concurrency", 1, 0, None)]
 
         with subprocess.Popen([sys.executable, "-c", HOLDS, address], stdout=subprocess.PIPE) as gateway:
-            assert gateway.stdout is not None
-            assert await asyncio.to_thread(gateway.stdout.readline) == b"in\n"
-            [(request, ends)] = await store.zrange(key, 0, -1, withscores=True)
+            try:
+                assert gateway.stdout is not None
+                assert await asyncio.to_thread(gateway.stdout.readline) == b"in\n"
+                [(request, ends)] = await store.zrange(key, 0, -1, withscores=True)
 
-            async def is_renewed() -> bool:
-                return bool((await store.zscore(key, request) or 0) > ends)
+                async def is_renewed() -> bool:
+                    return bool((await store.zscore(key, request) or 0) > ends)
 
-            await eventually(is_renewed, "its lease is renewed")
-            await store.flushall()
-            await eventually(is_held, "what the store has lost is there again")
-            assert (await refused(quotas.enter(known(concurrency=1)))).status == 429
-            gateway.kill()
+                await eventually(is_renewed, "its lease is renewed")
+                await store.flushall()
+                await eventually(is_held, "what the store has lost is there again")
+                assert (await refused(quotas.enter(known(concurrency=1)))).status == 429
+            finally:
+                gateway.kill()
 
         async def is_free() -> bool:
             return not await is_held()
