@@ -7,7 +7,7 @@ from importlib.util import find_spec
 ENGINE = ("sglang", "torch")
 
 EXTRAS = {
-    "grpclib": ("picker", "sglang-fair picker"),
+    "grpclib": ("picker", "an endpoint picker"),
     "matplotlib": ("workloads", "plots"),
     "psycopg": ("postgres", "--batches postgresql://…"),
     "python_multipart": ("batches", "--batches"),

@@ -210,10 +210,11 @@ class RouterThread:
         replicas: list[FakeReplica],
         models: Sequence[str] = (),
         endpoint: str = "tcp://127.0.0.1:*",
+        placement: str = "round_robin",
         **options: Any,
     ) -> None:
         """`models` are those of the replicas; `options` are the router's."""
-        self.shell = Shell(Router(build("round_robin"), name="round_robin", **options), endpoint)
+        self.shell = Shell(Router(build(placement), name=placement, **options), endpoint)
         for index, replica in enumerate(replicas):
             self.shell.tell(worker(f"r{index}", replica.url, *models[index : index + 1]))
         self.endpoint = self.shell.endpoint

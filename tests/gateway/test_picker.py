@@ -238,6 +238,34 @@ async def test_headers_of_the_conformance_suite(p: Picking, settings: dict[str, 
     assert (picked == [wanted], headers.get(SHOWN_TO_TEST)) == ((True, wanted) if settings else (False, None))
 
 
+@pytest.mark.cluster(replicas=3, router=lambda: {"placement": "d2lpm-queue"})
+async def test_prefixes_are_found_as_through_the_gateway(p: Picking) -> None:
+    """By the placement that ships: of each prefix all requests go to one replica, and as much is believed cached."""
+
+    async def by_gateway(body: dict[str, Any]) -> str:
+        _, headers, _ = await p.c.post("/v1/completions", body)
+        return headers["x-fair-worker"]
+
+    async def by_picker(body: dict[str, Any]) -> str:
+        exchange = await p.exchange()
+        await exchange.ask(json.dumps(body).encode(), path="/v1/completions")
+        picked, _, _ = await exchange.picked()
+        await exchange.answer(picked[0])
+        await exchange.body(json.dumps({"choices": [], "usage": usage(5, 3)}).encode())
+        return (await exchange.answered())[0]["x-fair-worker"]
+
+    found = []
+    for way, letters in ((by_gateway, "abcd"), (by_picker, "efgh")):
+        before = (await counts(p)).get("predicted_tokens", 0)
+        served = {
+            letter: {await way({"prompt": letter * 64 + 16 * str(number)}) for number in range(4)}
+            for letter in letters
+        }
+        assert all(len(workers) == 1 for workers in served.values()), served
+        found.append((await counts(p))["predicted_tokens"] - before)
+    assert found[0] == found[1] > 0
+
+
 # -- who is charged
 
 
