@@ -135,9 +135,9 @@ class Isolation(Simulated):
             evenly than by cache_aware, and chunks are bounded.""")
         yield at_least(min(together["dlpm"], together["vtc"]), THROUGHPUT, 0.85).claim(f"""and with one | | at
             least {together["dlpm"]:.3f} (DLPM) and {together["vtc"]:.3f} (VTC) times the better's | Steps are
-            shorter while a light client decodes, and each costs something; stock lets the light client wait. Steps
-            eight times as long while nobody else is here, in place of four, would have 0.978 beside long prompts, and
-            first tokens at P99 2.6 times solo in place of 2.2 (one run by hand, 3 seeds).""")
+            shorter while a light client decodes, and each costs something; stock lets the light client wait. With
+            steps eight times as long while nobody else is here, in place of four, it would be 0.972 beside long prompts
+            (3 seeds, by hand), and whoever comes after a minute would find one of 0.8 s.""")
         yield Table(
             """Medians over seeds, with one light client or one victim beside the flood; throughput over stock's
                 without and with the light client""",
