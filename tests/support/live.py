@@ -140,8 +140,7 @@ class Replica:
             if self._forked:
                 self.process = Forked(self._module, self._arguments, log)
             else:
-                command = [sys.executable, "-m", self._module, *self._arguments]
-                environment = {name: value for name, value in child_environment().items() if name != PREFIX}
+                command, environment = self._command()
                 self.process = subprocess.Popen(
                     command, stdout=log, stderr=log, start_new_session=True, env=environment
                 )
@@ -153,6 +152,11 @@ class Replica:
             print(self.log.read_text()[-4000:])
             raise
         return self
+
+    def _command(self) -> tuple[list[str], dict[str, str]]:
+        """How it is started where it is not forked, and in which environment."""
+        environment = {name: value for name, value in child_environment().items() if name != PREFIX}
+        return [sys.executable, "-m", self._module, *self._arguments], environment
 
     def __exit__(self, raised: object = None, *_: object) -> None:
         """Its books must have agreed with the engine's counters after every batch that it ran."""
