@@ -45,7 +45,7 @@ REST = -q -n auto --maxprocesses 10 --dist loadgroup --no-loadscope-reorder -m "
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint test nightly gate-3.13 cluster compare reproduce lock dist size docs image clean
+.PHONY: help setup check lint test nightly gate-3.13 cluster compare reproduce lock dist size docs image image-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ docs: $(READY) ## build the site into site/
 
 image: ## build the container image: SGLang's CUDA image and this package (ARGS='--target cpu': without a GPU)
 	docker build -t $(IMAGE) $(ARGS) .
+
+image-check: $(READY) ## start a CPU image alone, by Compose and as the chart's pods (needs root and a Docker engine)
+	SGLANG_FAIR_IMAGE=$(IMAGE) $(BIN)/python -m pytest -n 0 tests/deploy/test_image.py $(PYTEST_ARGS)
 
 clean: ## remove caches and build products, not .venv
 	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

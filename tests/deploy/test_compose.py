@@ -1,6 +1,6 @@
 """The Compose files: what docker-compose makes of them, and what our programs make of their command lines.
 
-Nothing is started: that takes images, and a Docker engine.
+test_image.py starts them, where there is an image and a Docker engine.
 """
 
 import json

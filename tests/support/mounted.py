@@ -136,10 +136,15 @@ class Node:
         assert {"emptyDir", "persistentVolumeClaim"} & volume.keys(), volume
         return {}
 
-    def arguments(self, container: Container, root: Path, env: Mapping[str, str] | None = None) -> list[str]:
-        """As the process gets them, with paths below `root`. KeyError for a variable that there is not."""
+    def arguments(
+        self, container: Container, root: Path | None, env: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """As the process gets them, with paths below `root`, if there is one. KeyError for a variable that there is
+        not."""
         env = self.environment(container) if env is None else env
         words = [re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], word) for word in container.arguments]
+        if root is None:
+            return words
         return [re.sub(r"(?<==)/(etc/sglang-fair|tokenizers|batches)", rf"{root}/\1", word) for word in words]
 
 

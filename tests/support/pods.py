@@ -1,12 +1,13 @@
-"""The chart's pods as processes.
+"""The chart's pods as processes, or as containers of an image.
 
     unshare -rmn python -m tests.support.pods      prints `ok`
+    python -m tests.support.pods IMAGE             the same, as root; needs a Docker engine on this machine
 
 Each is in a network of its own, with a name server that knows the chart's services. What a container would find is
 where it looks for it, its variables are those of the manifest, and it is probed as the manifest says; a service has the
 addresses of the pods that are ready. Replicas emulate a GPU. A router is replaced, and comes back at another address.
-Everything is protected: keys, and certificates with the pods' names. No API server, no
-container and no volume has a part in it.
+Everything is protected: keys, and certificates with the pods' names. No API server has a part in it. Containers have
+the user, the privileges, the volumes and the read-only file system of the manifest; processes have none of these.
 """
 
 import asyncio
@@ -87,11 +88,14 @@ class Kubelet:
         self.zone: dict[str, set[str]] = {}
         self.pods: dict[str, Running] = {}
         self._hosts = 1
+        self._make_network()
+
+    def _make_network(self) -> None:
         run("ip", "link", "set", "lo", "up")
         run("ip", "link", "add", "pods", "type", "bridge")
         run("ip", "address", "add", f"{NODE}/16", "dev", "pods")
         run("ip", "link", "set", "pods", "up")
-        resolver = folder / "resolv.conf"
+        resolver = self._folder / "resolv.conf"
         resolver.write_text(f"nameserver {NODE}\noptions timeout:1 attempts:2\n")
         run("mount", "--bind", str(resolver), "/etc/resolv.conf")
 
@@ -103,7 +107,19 @@ class Kubelet:
     def start(self, pod: Pod, name: str) -> Running:
         """At an address that no pod has had."""
         self._hosts += 1
-        address, link = f"10.8.{self._hosts // 200}.{self._hosts % 200 + 2}", f"pod{self._hosts}"
+        address = f"10.8.{self._hosts // 200}.{self._hosts % 200 + 2}"
+        holder, inside = self._hold(name, address)
+        running = self.pods[name] = Running(pod, name, address, holder)
+        for init in pod.spec.get("initContainers", ()):
+            done = self._process(running, Container(pod, init), inside)
+            assert done.wait() == 0, (name, init["name"])
+        for container in pod.containers:
+            running.processes[container.name] = self._process(running, container, inside)
+        return running
+
+    def _hold(self, name: str, address: str) -> tuple["subprocess.Popen[bytes]", tuple[str, ...]]:
+        """A process that holds the pod's network, and the words before a command that is to be in it."""
+        link = f"pod{self._hosts}"
         holder = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
         own, pid = os.readlink("/proc/self/ns/net"), str(holder.pid)
         wait_until(lambda: os.readlink(f"/proc/{pid}/ns/net") != own, "the pod's network")
@@ -113,27 +129,27 @@ class Kubelet:
         run(*inside, "ip", "address", "add", f"{address}/16", "dev", "eth0")
         run(*inside, "ip", "link", "set", "eth0", "up")
         run(*inside, "ip", "link", "set", "lo", "up")
-        running = self.pods[name] = Running(pod, name, address, holder)
-        for init in pod.spec.get("initContainers", ()):
-            done = self._process(running, Container(pod, init), inside)
-            assert done.wait() == 0, (name, init["name"])
-        for container in pod.containers:
-            running.processes[container.name] = self._process(running, container, inside)
-        return running
+        return holder, inside
 
     def _process(
         self, running: Running, container: Container, inside: tuple[str, ...]
     ) -> "subprocess.Popen[bytes]":
         root = self.node.mount(container)
         env = self.node.environment(container) | {"POD_NAME": running.name, "POD_IP": running.address}
-        words = self.node.arguments(container, root, env)
-        env = {name: value.replace("/cache", f"{self._folder}/cache") for name, value in env.items()}
-        env |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
+        command, env = self._command(running, container, root, env)
         with (self._folder / f"{running.name}-{container.name}.log").open("ab") as log:
             return subprocess.Popen(
-                [*inside, sys.executable, "-m", "sglang_fair.cli", container.program, *words],
-                env=env, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [*inside, *command], env=env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _command(
+        self, running: Running, container: Container, root: Path, env: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """The words of a container's process, and its variables."""
+        words = [sys.executable, "-m", "sglang_fair.cli", container.program]
+        own = {name: value.replace("/cache", f"{self._folder}/cache") for name, value in env.items()}
+        own |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
+        return [*words, *self.node.arguments(container, root, env)], own
 
     def stop(self, name: str) -> None:
         """Tells its processes to end, and waits no longer than the manifest says."""
@@ -209,6 +225,58 @@ class Kubelet:
 
     def log(self, name: str) -> str:
         return "".join(path.read_text()[-3000:] for path in self._folder.glob(f"{name}-*.log"))
+
+
+class Containers(Kubelet):
+    """As containers of an image, whichever one the manifest names."""
+
+    def __init__(self, rendered: Rendered, folder: Path, image: str) -> None:
+        self._image = image
+        super().__init__(rendered, folder)
+
+    def _make_network(self) -> None:
+        run("docker", "network", "create", "--subnet", f"{NODE}/16", "--gateway", NODE, "pods")
+
+    def _hold(self, name: str, address: str) -> tuple["subprocess.Popen[bytes]", tuple[str, ...]]:
+        command = ["docker", "run", "--rm", "--init", "--name", name, "--network", "pods", "--ip", address]
+        holder = subprocess.Popen([*command, "--dns", NODE, "--entrypoint", "sleep", self._image, "infinity"])
+        running = ["docker", "exec", name, "true"]
+        wait_until(lambda: subprocess.run(running, capture_output=True).returncode == 0, "the pod's network")
+        return holder, ("docker", "run", "--rm", f"--network=container:{name}", f"--pid=container:{name}")
+
+    def _command(
+        self, running: Running, container: Container, root: Path, env: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        user, may = running.pod.spec["securityContext"], container.manifest["securityContext"]
+        assert may["readOnlyRootFilesystem"]
+        assert not may["allowPrivilegeEscalation"]
+        words = [
+            f"--name={running.name}-{container.name}",
+            f"--user={user['runAsUser']}:{user['runAsGroup']}",
+        ]
+        words += ["--read-only", "--security-opt=no-new-privileges"]
+        words += [f"--cap-drop={one}" for one in may["capabilities"]["drop"]]
+        emptied = {one["name"] for one in running.pod.spec["volumes"] if "emptyDir" in one}
+        for mount in container.manifest["volumeMounts"]:
+            source = root / mount["mountPath"].lstrip("/")
+            if mount["name"] in emptied:  # each pod has its own
+                source = self._folder / "volumes" / running.name / mount["name"]
+                source.mkdir(parents=True, exist_ok=True)
+                source.chmod(0o777)
+            words.append(f"-v={source}:{mount['mountPath']}{':ro' if mount.get('readOnly') else ''}")
+        words += [f"-e={name}={value}" for name, value in env.items()]
+        (entrypoint,) = container.manifest["command"]
+        said = [container.program, *self.node.arguments(container, None, env)]
+        return [*words, f"--entrypoint={entrypoint}", self._image, *said], dict(os.environ)
+
+    def _end(self, running: Running) -> None:
+        names = [f"{running.name}-{name}" for name in running.processes]
+        subprocess.run(["docker", "rm", "--force", *names, running.name], capture_output=True)
+        super()._end(running)
+
+    def close(self) -> None:
+        super().close()
+        run("docker", "network", "rm", "pods")
 
 
 def metric(page: str, name: str) -> float:
@@ -326,10 +394,10 @@ async def body(kubelet: Kubelet) -> None:
             watching.cancel()
 
 
-def main() -> None:
+def main(*image: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rendered = render("-f", str(values_file("cpu-trial")), "--set", PROTECTED)
-        kubelet = Kubelet(rendered, Path(folder))
+        kubelet = Containers(rendered, Path(folder), *image) if image else Kubelet(rendered, Path(folder))
         try:
             asyncio.run(body(kubelet))
         except BaseException:
@@ -342,4 +410,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
