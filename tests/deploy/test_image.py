@@ -1,4 +1,10 @@
-"""An image that SGLANG_FAIR_IMAGE names, in containers of a Docker engine on this machine (`make image-check`)."""
+"""An image that SGLANG_FAIR_IMAGE names, in containers of a Docker engine on this machine (`make image-check`).
+
+Where no registry has its base, Debian has one much like it:
+
+    debootstrap --variant=minbase --include=ca-certificates,libpython3.11-dev,python3-pip,python3.11-venv bookworm root
+    ln -s python3.11 root/usr/bin/python && tar -C root -c . | docker import - python:3.11-slim
+"""
 
 import json
 import os
