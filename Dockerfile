@@ -39,7 +39,7 @@ RUN python -m venv /opt/venv && cd /opt/venv/lib/python3.11/site-packages \
     && find . -type d -name tests -prune -exec rm -rf {} + \
     && find . -name '*.so' -size +8M ! -path '*.libs/*' -exec strip --strip-unneeded {} +
 COPY --from=wheel /wheel /opt/wheel
-RUN pip install -c /opt/dev.txt "$(echo /opt/wheel/*.whl)[batches,otel,postgres,redis,workloads]" \
+RUN pip install -c /opt/dev.txt "$(echo /opt/wheel/*.whl)[batches,otel,picker,postgres,redis,workloads]" \
     && python -m sglang_fair.install.check cpu
 WORKDIR /root
 ENTRYPOINT ["sglang-fair"]

@@ -208,6 +208,11 @@ class TestImage:
             "setup: not installed, or of another version: httptools>=0.6, rich>=14.2 (found 0.1)\n"
         )
 
+    def test_the_one_for_cpus_has_all_extras_but_ray(self) -> None:
+        (of_cpu,) = re.findall(r"\.whl\)\[([a-z,]+,[a-z,]+)\]", (ROOT / "Dockerfile").read_text())
+        (everything,) = PROJECT["project"]["optional-dependencies"]["all"]
+        assert f"sglang-fair[{of_cpu}]" == everything.replace("ray,", "")
+
     def test_it_is_checked_where_it_is_built(self) -> None:
         done = check("image", "")
         assert done.returncode == 0, done.stderr
