@@ -96,7 +96,7 @@ class Picker:
             log.exception("request %s %s", request.method, request.path)
             with suppress(ClientGone):
                 if not request.started:
-                    await _refuse(request, ApiError(500, "the picker failed", code="internal"))
+                    await _refuse(request, ApiError(500, "the picker failed"))
 
     async def _pass(self, request: PickedRequest) -> None:
         """What no tokens are computed for: any replica answers it. Nothing is counted."""
@@ -104,9 +104,9 @@ class Picker:
         try:
             gateway.identity.of(request.headers, request.client)
             if request.has_body or request.method not in ("GET", "HEAD"):
-                raise ApiError(404, "no such path, or not with this method", code="not_found")
+                raise ApiError(404, "no such path, or not with this method")
             if not request.path.startswith(READ_BY_ALL):
-                raise ApiError(404, f"only paths below {READ_BY_ALL} are read here", code="not_found")
+                raise ApiError(404, f"only paths below {READ_BY_ALL} are read here")
             if not await request.send_on(None, {}):
                 raise ApiError(503, "no replica is ready", code="refused", retry_after_s=1)
         except ApiError as error:
