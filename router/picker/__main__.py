@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import sys
-from dataclasses import replace
 from functools import partial
 
 import uvloop
@@ -22,7 +21,7 @@ from router.process import collect_seldom
 from sglang_fair.common.guard import named
 from sglang_fair.common.installed import missing_extra
 from sglang_fair.common.processes import die_with_parent
-from sglang_fair.settings import protection, table
+from sglang_fair.settings import table
 from sglang_fair.settings.commands import Mistake
 from sglang_fair.settings.program import run_program, shared
 from sglang_fair.settings.setting import SettingError
@@ -40,10 +39,7 @@ def check(settings: table.Picker) -> None:
     """Raises SettingError for what it cannot serve with."""
     if settings.plaintext and settings.tls_cert is not None:
         raise SettingError("--plaintext and --tls-cert: give one of them", "plaintext")
-    protection.check_address(
-        settings, "host", is_protected=not settings.plaintext, remedy="leave --plaintext"
-    )
-    front.check(replace(as_gateway(settings), host=table.Picker.host))
+    front.check(as_gateway(settings))
 
 
 def serve(settings: table.Picker) -> int:

@@ -122,6 +122,7 @@ LISTENING = {
     "replica": ("host",),
     "router": ("bind", "http_host"),
     "gateway": ("host", "admin_host"),
+    "picker": ("host", "admin_host"),
     "dashboard": ("host",),
 }
 """Where each program listens, by its settings."""
@@ -135,8 +136,8 @@ def test_no_program_listens_elsewhere_unprotected(
     monkeypatch.setenv(admin_key.variable, "k")
     found = sorted(name for name in settings_of(SECTIONS[section]) if name.endswith("host") or name == "bind")
     assert found == sorted(LISTENING.get(section, ()))
-    needed = (
-        {"bind": "tcp://127.0.0.1:5555"} if section == "router" else GATEWAY if section == "gateway" else {}
+    needed = {"router": {"bind": "tcp://127.0.0.1:5555"}, "gateway": GATEWAY, "picker": GATEWAY}.get(
+        section, {}
     )
     for field in found:
         elsewhere = {field: "tcp://10.0.0.1:5555" if field == "bind" else "10.0.0.1"}
