@@ -39,13 +39,18 @@ GATE = -q -n $(shell echo $$((3 * $(CORES) / 2))) --dist worksteal -m "$(LIGHT)"
 # A worker a core: a cluster is many processes. What shares one runs in one worker (tests/conftest.py). At most as many
 # as tests.support.ports has ports for.
 REST = -q -n auto --maxprocesses 10 --dist loadgroup --no-loadscope-reorder -m "not ($(LIGHT))" --durations=20
+# Releases of SGLang besides the lock's, each in a folder that is put before the environment's packages; on each push
+# the oldest one runs what an adaptation could break.
+OLDER := $(shell sed -nE 's/^TESTED = \((.*), "[^"]*"\)$$/\1/p' sglang_fair/overlay/releases.py | tr -d '",')
+on = PYTHONPATH=$(abspath $(VENV)/sglang-$(1)) $(BIN)/python -m pytest $(REST) -m engine
+ESSENTIAL := $(addprefix tests/overlay/test_,charges.py odd_requests.py loops.py preempt.py refusals.py wire.py install.py sources.py)
 
 # The tests start some hundred processes. Where an image forbids Python to keep bytecode, each of them, and each of
 # pytest's workers, would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint test nightly gate-3.13 cluster compare reproduce lock dist size docs image image-check clean
+.PHONY: help setup check lint test releases nightly gate-3.13 cluster compare reproduce lock dist size docs image image-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,8 +68,12 @@ lint: $(READY) ## lint, format, layers and types
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache && $(BIN)/mypy & $(BIN)/mypy --python-version 3.13 && wait $$!
 
-test: check ## all tests: the gate, then real replicas and whole clusters on the CPU
+test: check $(STAMPS)/sglang-$(firstword $(OLDER)) ## all tests: the gate, then real replicas and whole clusters on the CPU
 	$(BIN)/python -m pytest $(REST) $(PYTEST_ARGS)
+	$(call on,$(firstword $(OLDER))) $(ESSENTIAL)
+
+releases: $(OLDER:%=$(STAMPS)/sglang-%) ## the overlay's tests on each older release of SGLang
+	$(foreach one,$(OLDER),$(call on,$(one)) $(PYTEST_ARGS) tests/overlay tests/engines &&) true
 
 nightly: SEED := $(or $(SEED),$(shell date +%s))
 nightly: NIGHT = --hypothesis-profile=nightly --hypothesis-seed=$(SEED)
@@ -73,6 +82,7 @@ nightly: lint ## hours: random tests with their whole budget and new seeds, long
 	@echo 'nightly: SEED=$(SEED)'
 	$(BIN)/python -m pytest $(GATE) $(NIGHT) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(REST) $(NIGHT) $(PYTEST_ARGS)
+	$(MAKE) releases PYTEST_ARGS='$(NIGHT)'
 	$(MAKE) gate-3.13 PYTEST_ARGS='$(NIGHT)'
 	$(BIN)/python -m tests.mutants --jobs 2
 
@@ -149,4 +159,10 @@ $(STAMPS)/cuda: pyproject.toml sglang_fair/install/check.py | $(STAMPS)/venv
 
 $(STAMPS)/cuda-dev: $(STAMPS)/cuda
 	$(PIP) -e '.[cuda,dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@touch $@
+
+$(STAMPS)/sglang-%: | $(READY)
+	@echo 'setup: sglang $*, for tests on it'
+	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(VENV)/sglang-$* sglang==$* \
+	  || $(PIP) -q --no-deps --target $(VENV)/sglang-$* sglang==$*
 	@touch $@

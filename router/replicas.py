@@ -26,7 +26,7 @@ from router.wire import (
     END_OF_REPLAY,
     decode_kv_batch,
     decode_load,
-    decode_sequence,
+    decode_numbered,
     encode_sequence,
     published_s,
 )
@@ -272,23 +272,19 @@ class Replica:
 
     def _take_kv(self, frames: list[bytes]) -> None:
         """`[topic, number, batch]`"""
-        if len(frames) != 3 or (sequence := decode_sequence(frames[1])) < 0:
-            raise ProtocolError(f"a KV message has 3 frames and a number, not {frames!r:.100}")
-        self._pass_on(self.follower.live(sequence, frames[2], self._clock()))
+        sequence, payload = decode_numbered(frames)
+        self._pass_on(self.follower.live(sequence, payload, self._clock()))
 
     def _take_replay(self, frames: list[bytes]) -> None:
-        """`["", topic, number, batch]`"""
+        """`["", topic, number, batch]`, or without the topic."""
         if len(frames) == 2 and frames[0] == b"":
             # Our own request: the socket is connected to itself, see HEARTBEAT_ANSWER.
             self.follower.ask_again()
             self._ask_replay()
             return
-        if len(frames) != 4 or (sequence := decode_sequence(frames[2])) < END_OF_REPLAY:
-            raise ProtocolError(f"a replayed KV message has 4 frames and a number, not {frames!r:.100}")
+        sequence, payload = decode_numbered(frames[1:], END_OF_REPLAY)
         is_over = sequence == END_OF_REPLAY
-        self._pass_on(
-            self.follower.end_of_replay() if is_over else self.follower.replayed(sequence, frames[3])
-        )
+        self._pass_on(self.follower.end_of_replay() if is_over else self.follower.replayed(sequence, payload))
 
     def _take_load(self, frames: list[bytes]) -> None:
         """Of what has come only the latest matters."""

@@ -1,12 +1,13 @@
 """Bytes to events and back, without sockets: token ids, namespaces, and the KV event batches of a replica.
 
-SGLang publishes a KV batch as the msgpack array `[ts, [event, ...], dp_rank]`, each event a map tagged with its `type`
-(`sglang/srt/disaggregation/kv_events.py`). An unreadable event is skipped and counted; the rest of its batch is used.
+SGLang publishes a KV batch as the msgpack array `[ts, [event, ...], dp_rank]`, each event a map tagged with its `type`,
+before 0.5.20 an array that begins with it (`sglang/srt/disaggregation/kv_events.py`). What is not known of an event is
+ignored. An unreadable event is skipped and counted; the rest of its batch is used.
 How much a replica has to do comes as a `LoadStat` (`managers/scheduler_components/load_publisher.py`).
 """
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -42,6 +43,8 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False)
     lora_name: str | None = None
     extra_key: str | None = None
     """Only replicas with the overlay send it."""
+    extra_keys: list[Any] | None = None
+    """Of each block what is hashed beside its tokens, as vLLM has it: with the salt on the first of a prompt."""
 
 
 class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
@@ -53,6 +56,16 @@ class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=Fals
 
 class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
     """The replica's cache is empty."""
+
+
+POSITIONS: Mapping[str, tuple[str, ...]] = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "metadata",
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}  # fmt: skip
+"""The fields of an event that is an array, behind its type. `metadata` is a map with the salt."""
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
@@ -81,9 +94,10 @@ class KvBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 _BATCHES = msgspec.msgpack.Decoder(_Batch)
-_EVENTS = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared)
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+_EVENTS: msgspec.msgpack.Decoder[KvEvent] = msgspec.msgpack.Decoder(KvEvent)
 _LOADS = msgspec.msgpack.Decoder(LoadStat)
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, ValueError, OverflowError)
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -144,7 +158,7 @@ def decode_kv_batch(worker: str, payload: bytes) -> KvBatch:
     skipped = 0
     for raw in batch.events:
         try:
-            event = _cache_event(worker, _EVENTS.decode(raw))
+            event = _cache_event(worker, _read(raw))
         except _UNREADABLE:
             skipped += 1
             continue
@@ -164,7 +178,29 @@ def decode_load(worker: str, frames: Sequence[bytes]) -> Load:
     return Load(worker, stat.num_tokens, stat.num_waiting_uncached_tokens, stat.max_total_num_tokens)
 
 
-def _cache_event(worker: str, event: BlockStored | BlockRemoved | AllBlocksCleared) -> CacheEvent | None:
+def decode_numbered(frames: Sequence[bytes], least: int = 0) -> tuple[int, bytes]:
+    """The number, `least` at least, and the payload of `[topic, number, payload]`; replays have no topic before 0.5.22.
+    Raises `ProtocolError` for anything else."""
+    if len(frames) not in (2, 3) or (sequence := decode_sequence(frames[-2])) < least:
+        raise ProtocolError(f"a KV message has 2 or 3 frames and a number, not {list(frames)!r:.100}")
+    return sequence, frames[-1]
+
+
+def _read(raw: msgspec.Raw) -> KvEvent:
+    if not 0x90 <= (first := memoryview(raw)[0]) <= 0x9F and first not in (0xDC, 0xDD):  # an array's
+        return _EVENTS.decode(raw)
+    kind, *values = msgspec.msgpack.decode(raw)
+    event = dict(zip(POSITIONS.get(kind, ()), values, strict=False))
+    return msgspec.convert({"type": kind, **(event.pop("metadata", None) or {}), **event}, KvEvent)  # type: ignore[no-any-return]
+
+
+def _salt(extra_keys: Sequence[Any] | None) -> str | None:
+    """The one text among the keys of a prompt's first block."""
+    first = extra_keys[0] if extra_keys else None
+    return next((key for key in first if isinstance(key, str)), None) if isinstance(first, list) else None
+
+
+def _cache_event(worker: str, event: KvEvent) -> CacheEvent | None:
     if isinstance(event, AllBlocksCleared):
         return Cleared(worker)
     if event.medium not in (None, GPU):
@@ -181,5 +217,5 @@ def _cache_event(worker: str, event: BlockStored | BlockRemoved | AllBlocksClear
         parent=event.parent_block_hash,
         tokens=pack_tokens(event.token_ids),
         block_tokens=event.block_size,
-        namespace=namespace(event.lora_name, event.cache_salt, event.extra_key),
+        namespace=namespace(event.lora_name, event.cache_salt or _salt(event.extra_keys), event.extra_key),
     )

@@ -76,6 +76,10 @@ PROGRAMS = {
         "sglang_fair.install",
         "Install SGLang and what it needs: without a GPU (cpu), or with its kernels (cuda).",
     ),
+    "doctor": Program(
+        "sglang_fair.install.doctor",
+        "Say whether SGLang, or a wheel of it, and all else here are fit for a cluster, and what is to be done.",
+    ),
     "compare": Program("workloads.compare", "Compare schedulers and placements on workload programs."),
     "simulate": Program(
         "workloads.simulation.command",

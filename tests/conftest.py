@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from sglang_fair.engines import cpu
+from sglang_fair.overlay import releases
 from tests.support import budget, fork_server
 from tests.support.live import Replica
 from tests.support.wheel import Built, Installed, build, install
@@ -108,6 +109,7 @@ def sglang() -> None:
         warnings.simplefilter("ignore")
         for name, value in cpu.environment().items():
             patch.setenv(name, value)
+        releases.adapt()
         importlib.import_module("sglang_fair.overlay.hooks")
     gc.freeze()  # or the collector looks through all of SGLang and torch again and again in the tests that follow
 

@@ -5,14 +5,15 @@ from typing import Any
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.platforms.interface import SRTPlatform
+
+from sglang_fair.overlay import releases
 
 
 class PlainTorchPlatform(CpuDeviceMixin, SRTPlatform):
     """A CPU without `sgl_kernel`: native PyTorch for attention, sampling and every layer."""
 
     _enum = PlatformEnum.OOT
-    capabilities = PlatformCapabilities()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Computes in float32, unless `--dtype` is given, where the CPU has no vector instructions for bfloat16.
@@ -30,6 +31,9 @@ class PlainTorchPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_dispatch_key_name(self) -> str:
         return "native"
+
+
+releases.complete_platform(PlainTorchPlatform)
 
 
 def _multiplies_bfloat16() -> bool:

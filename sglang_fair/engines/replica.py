@@ -22,6 +22,7 @@ from sglang_fair.common.processes import die_with_supervisor
 from sglang_fair.common.service_keys import replica_key
 from sglang_fair.engines import cpu, emulated
 from sglang_fair.models.catalog import EMULATED, ServedModel, find
+from sglang_fair.overlay.releases import UNSUPPORTED
 from sglang_fair.settings import protection
 from sglang_fair.settings.setting import SettingError
 from sglang_fair.settings.table import Replica
@@ -138,6 +139,8 @@ def environment(options: Replica) -> dict[str, str]:
         # Seconds between two looks at whether the client of an answer that is not streamed is still there.
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     }
+    if options.unsupported_sglang:
+        variables[UNSUPPORTED] = os.environ.get(UNSUPPORTED) or "1"
     if options.keys is not None:
         variables[KEYS_VARIABLE] = str(Path(options.keys).absolute())
     if emulates := emulation(options):

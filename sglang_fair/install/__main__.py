@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
-from sglang_fair.overlay import SGLANG_VERSION
+from sglang_fair.overlay.releases import NEWEST
 from sglang_fair.settings.commands import Argument, Mistake, Option, run
 
 Profile = Literal["cpu", "cuda"]
@@ -46,7 +46,7 @@ def install_steps(
     if profile == "cuda":
         index = ("--extra-index-url", torch_index) if torch_index else ()
         return (
-            (f"sglang=={SGLANG_VERSION}", *index),
+            (f"sglang=={NEWEST}", *index),
             ("--no-deps", *locked(MODEL_TOOLS, text)),
         )
     index = ("--index-url", torch_index) if torch_index else ()

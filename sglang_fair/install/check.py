@@ -18,16 +18,16 @@ def find_fault(profile: str) -> str | None:
     """What keeps SGLang from being imported in this environment; None when nothing does."""
     try:
         from sglang_fair.engines import cpu
-        from sglang_fair.overlay import SGLANG_VERSION, is_supported
+        from sglang_fair.overlay import releases
     except ImportError as error:
         return f"the project itself is not installed: {error}"
     try:
         found = metadata.version("sglang")
     except metadata.PackageNotFoundError:
-        return f"sglang {SGLANG_VERSION} is not installed"
-    if not is_supported(found):
-        return f"sglang {found} is installed, {SGLANG_VERSION} is needed"
-    if unmet := _unmet():
+        return f"sglang {releases.NEWEST} is not installed"
+    if not releases.is_tested(found):
+        return f"sglang {found} is installed; {', '.join(releases.TESTED)} are tested"
+    if unmet := unmet_requirements():
         return f"not installed, or of another version: {', '.join(unmet)}"
     if profile == "image":
         return None
@@ -48,7 +48,7 @@ def find_fault(profile: str) -> str | None:
     return None
 
 
-def _unmet() -> list[str]:
+def unmet_requirements() -> list[str]:
     """What the project asks for, extras left out, and does not find here."""
     from packaging.requirements import Requirement
 

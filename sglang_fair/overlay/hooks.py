@@ -1,4 +1,4 @@
-"""The functions of SGLang 0.5.23 that the overlay hooks, in one table. A hook has a few lines and decides nothing."""
+"""The functions of SGLang that the overlay hooks, in one table. A hook has a few lines and decides nothing."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -39,6 +39,7 @@ from sglang_fair.overlay import (
     preempt,
     ranks,
     refusal,
+    releases,
     room,
     shared_file,
     status,
@@ -212,13 +213,18 @@ class FairPrefillAdder(PrefillAdder):
 
 
 def init_schedule_policy(original: Callable[..., None], scheduler: Any) -> None:
-    missing = [hook.target for hook in HOOKS if hook.target not in HookRegistry._patched]
+    hooks = [hook.target for hook in HOOKS if releases.has(hook.since)]
+    missing = [target for target in hooks if target not in HookRegistry._patched]
     if missing:
         raise SystemExit(f"sglang-fair: SGLang did not apply the hooks on {', '.join(missing)}")
     name = scheduler.schedule_policy
     ours = config.SERVER_POLICIES.get(name)
     if ours is not None:
         scheduler.schedule_policy = "lpm"
+        if config.read().cache_share == "on" and not releases.has(tree_core.SINCE):
+            logger.warning(
+                "sglang-fair: the cache is not shared out fairly before SGLang %s", tree_core.SINCE
+            )
     original(scheduler)
     scheduler.fair = ReplicaFairness(
         config.read(),
@@ -440,7 +446,7 @@ def generate_request(original: Callable[..., Any], manager: Any, obj: Any, reque
     may_refuse = refusal.may_refuse(manager.server_args.schedule_policy)
     if request is None or not (may_refuse or refusal.expires(request.scope["headers"])):
         return outputs
-    return refusal.noted(outputs, request)
+    return refusal.noted(outputs, request, stream=bool(getattr(obj, "stream", False)))
 
 
 async def _refused(reason: str) -> AsyncIterator[Any]:
@@ -504,10 +510,11 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", form_prefill_batch, HookType.AROUND),
     Hook(_SCHEDULER + "get_prefill_adder_class", get_prefill_adder_class, HookType.AFTER),
     Hook(_SCHEDULER + "process_batch_result", process_batch_result, HookType.AROUND),
-    Hook(_RECORDER + "_namespace_seed", kv_events.namespace_seed, HookType.AFTER),
-    Hook(_RECORDER + "record_store", kv_events.record_store, HookType.AROUND),
-    Hook(_CACHE + "tree_core_registry.select_tree_core_backend", tree_core.select_tree_core_backend, HookType.AFTER),
-    Hook(_RADIX + "checkpoint_into_tree", checkpoint_into_tree, HookType.AFTER),
+    Hook(_RECORDER + "_namespace_seed", kv_events.namespace_seed, HookType.AFTER, "0.5.22"),
+    Hook(_RECORDER + "record_store", kv_events.record_store, HookType.AROUND, "0.5.22"),
+    Hook(_CACHE + "tree_core_registry.select_tree_core_backend", tree_core.select_tree_core_backend, HookType.AFTER,
+         tree_core.SINCE),
+    Hook(_RADIX + "checkpoint_into_tree", checkpoint_into_tree, HookType.AFTER, tree_core.SINCE),
     Hook(_SCHEDULER + "on_idle", on_idle, HookType.AFTER),
     Hook(_SCHEDULER + "get_internal_state", get_internal_state, HookType.AROUND),
     Hook(_SCHEDULER + "set_internal_state", set_internal_state, HookType.AROUND),

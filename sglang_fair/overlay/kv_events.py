@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 from sglang.srt.disaggregation import kv_events
 
+from sglang_fair.overlay import releases
+
 RUST_CORE = "sglang.srt.mem_cache.rust_tree_core.adapter"
 """SGLang's radix cache in Rust, if it can be loaded; otherwise SGLang uses one in Python."""
 
@@ -66,7 +68,9 @@ def reseed(event: Any, seed: bytes | None) -> None:
 
 
 def attach() -> None:
-    """Wrap the Rust core, if this scheduler's cache uses it."""
+    """Wrap the Rust core, if this scheduler's cache uses it and tells of extra keys."""
+    if not releases.has("0.5.23"):
+        return
     core: Any = sys.modules.get(RUST_CORE)
     if core is not None and not isinstance(core._kv_event_from_tagged, partial):
         core._kv_event_from_tagged = partial(from_tagged, core._kv_event_from_tagged)

@@ -16,9 +16,11 @@ of those that run, and for the whole of the prompt that was cut (`room`).
 """
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.runtime_context import get_disagg, get_parallel
 
@@ -123,8 +125,9 @@ class Preempt:
         return max(0, own) + self._reserved_tokens(request)
 
     def _reserved_tokens(self, request: Any) -> float:
-        ratio = 1.0 if request.sampling_params.ignore_eos else self._scheduler.new_token_ratio_tracker.current
-        return most_output(request) * float(ratio)
+        """As SGLang's admission reckons."""
+        reckons = SimpleNamespace(new_token_ratio=self._scheduler.new_token_ratio_tracker.current)
+        return max(0.0, float(PrefillAdder._get_running_request_total_token_offset(reckons, request)))
 
 
 def _can_go_on(request: Any) -> bool:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import HTTPException
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.common import release_kv_cache
 
@@ -54,13 +55,18 @@ def drop(scheduler: Any, request: Any) -> None:
         release_kv_cache(request, scheduler.tree_cache, checkpoint=False)
 
 
-async def noted(outputs: AsyncGenerator[Any, None], request: Any) -> AsyncGenerator[Any, None]:
-    """`outputs`, unchanged. If the first one is a refusal, its reason is noted in the scope of `request`."""
+async def noted(
+    outputs: AsyncGenerator[Any, None], request: Any, *, stream: bool
+) -> AsyncGenerator[Any, None]:
+    """`outputs`, unchanged. If the first one is a refusal, its reason is noted in the scope of `request`; it is raised
+    where SGLang, before 0.5.23, would answer as if it had been served."""
     first = True
     async with aclosing(outputs):
         async for output in outputs:
             if first and (refused := _refused(output)) is not None:
                 request.scope[SCOPE_KEY] = refused
+                if not stream:
+                    raise HTTPException(*refused)
             first = False
             yield output
 
@@ -105,6 +111,8 @@ def expires(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 def _refused(output: Any) -> tuple[int, str] | None:
+    if isinstance(output, list):
+        return next((found for one in output if (found := _refused(one)) is not None), None)
     finish = output.get("meta_info", {}).get("finish_reason") if isinstance(output, dict) else None
     if not isinstance(finish, dict) or finish.get("status_code") not in OURS:
         return None

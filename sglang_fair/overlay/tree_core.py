@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "sglang-fair"
 """The name of our tree core in SGLang's registry."""
+SINCE = "0.5.22"
+"""The first release of SGLang that says when a request's part of the tree was used."""
 
 
 class FairNode(UnifiedTreeNode, Piece):

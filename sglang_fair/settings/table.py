@@ -83,6 +83,9 @@ class Engine:
     """The emulated GPU's speed as sglang-fair calibrate measured it."""
     time_scale: Annotated[float, About(metavar="FACTOR", above=0)] = 1.0
     """How many times as long an emulated step takes."""
+    unsupported_sglang: bool = False
+    """Serve with a release of SGLang that was not tested, if it has the functions that are hooked (sglang-fair
+    doctor)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -676,6 +679,6 @@ VARIABLES: Mapping[str, str] = {
     "sglang-fair replica; needs publisher fair-curve in --kv-events-config.",
     "SGLANG_FAIR_CACHE": "Folder in which prepared models are kept; by default sglang-fair in the user's cache folder.",
     "SGLANG_FAIR_DISABLE": "1: SGLang serves without the overlay.",
-    "SGLANG_FAIR_ANY_VERSION": "1: attach the overlay to another version of SGLang than it was tested with.",
+    "SGLANG_FAIR_UNSUPPORTED_SGLANG": "1: --unsupported-sglang, where SGLang is started without sglang-fair replica.",
 }
 """Environment variables that are no option of a command."""

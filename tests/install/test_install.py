@@ -12,7 +12,7 @@ import pytest
 from sglang_fair.common import installed
 from sglang_fair.install import __main__ as command
 from sglang_fair.install.__main__ import CPU_LOCK, MODEL_TOOLS, install_steps, locked
-from sglang_fair.overlay import SGLANG_VERSION
+from sglang_fair.overlay.releases import NEWEST
 from sglang_fair.settings.commands import Mistake, run
 from tests.whole.test_setup import RUNS as SHIPPED
 
@@ -26,7 +26,7 @@ class TestSteps:
 
     def test_on_gpus_it_is_sglang_s_own_choice(self) -> None:
         sglang, models = install_steps("cuda")
-        assert sglang == (f"sglang=={SGLANG_VERSION}",)
+        assert sglang == (f"sglang=={NEWEST}",)
         assert models == ("--no-deps", *(f"{name}=={SHIPPED[name]}" for name in MODEL_TOOLS))
 
     def test_what_the_lock_does_not_have_is_an_error(self) -> None:

@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -69,12 +69,16 @@ def test_the_leading_rank_sends_the_time_while_there_is_something_to_do(
     from sglang_fair.overlay.clock import Clock, Reading, TimedReceiver
 
     parallel = "sglang.srt.managers.scheduler_components.request_receiver.get_parallel"
-    monkeypatch.setattr(parallel, lambda: SimpleNamespace(attn_dp_enabled=False, tp_size=1))
+    alone = SimpleNamespace(attn_dp_enabled=False, enable_dp_attention=False, tp_size=1)
+    monkeypatch.setattr(parallel, lambda: alone)
     names = (
         "recv_from_tokenizer", "recv_from_rpc", "recv_skipper", "input_blocker", "mm_receiver", "server_args",
         "model_config", "max_recv_per_poll", "stream_output", "get_last_batch",
     )  # fmt: skip
-    stock = SchedulerRequestReceiver(**dict.fromkeys(names, None))
+    more = [one.name for one in fields(SchedulerRequestReceiver) if one.default is MISSING]
+    stock = SchedulerRequestReceiver(
+        **dict.fromkeys([*names, *more], None) | ({"ps": alone} if "ps" in more else {})
+    )
     timed = TimedReceiver.of(stock, Clock(is_shared=True), leads=leads, is_busy=lambda: is_busy)
     found = timed._broadcast_reqs_across_ranks(received)
     assert sum(isinstance(each, Reading) for each in found or ()) == sent

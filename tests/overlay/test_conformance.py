@@ -16,6 +16,7 @@ from router.placement import build
 from router.shell import Shell
 from router.wire import namespace
 from sglang_fair.models.catalog import find
+from sglang_fair.overlay import releases
 from tests.support.live import Replica
 from tests.support.ports import free_port
 from tests.support.site import Process
@@ -29,9 +30,8 @@ PAGES = {"r0": 1, "r1": 16}
 POOL_TOKENS = 3072
 REQUESTS = 160
 AT_ONCE = 8
-APART: tuple[dict[str, str], ...] = (
-    {}, {"cache_salt": "s"}, {"extra_key": "k"}, {"cache_salt": "s", "extra_key": "k"}
-)  # fmt: skip
+KEYS = ({"extra_key": "k"}, {"cache_salt": "s", "extra_key": "k"}) if releases.has("0.5.23") else ()
+APART: tuple[dict[str, str], ...] = ({}, {"cache_salt": "s"}, *KEYS)
 """What keeps one client's prefixes from another's."""
 
 

@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 
+from sglang_fair.overlay import releases
 from tests.support import fork_server
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not releases.has("0.5.22"), reason="older caches are not shared out"),
+]
 
 
 def crowded(cache_share: str) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_fair.core.waits import CAUSES, DEFICIT, STEP
+from sglang_fair.core.waits import CAUSES, DEFICIT, ENGINE, STEP
+from sglang_fair.overlay import releases
 from tests.support import fork_server
 from tests.support.live import Replica
 
@@ -25,6 +26,8 @@ def found() -> dict[str, Any]:
     "why", [*(one for one in CAUSES if one not in (STEP, DEFICIT)), "memory, in SGLang's own order"]
 )
 def test_the_cause_that_is_told_is_the_one_that_made_it_wait(found: dict[str, Any], why: str) -> None:
+    if why == ENGINE and not releases.has("0.5.21"):
+        pytest.skip("older releases pass nobody over for how answers are read out")
     record, cause = found[why], why.partition(",")[0]
     assert record["waited_s"] > 0
     assert record["waited_for_s"] == {cause: pytest.approx(record["waited_s"])}

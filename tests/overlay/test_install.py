@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from sglang_fair.overlay import SGLANG_VERSION, is_supported
+from sglang_fair.overlay import releases
 from tests.support import fork_server
 
 pytestmark = pytest.mark.engine
@@ -46,16 +46,30 @@ print("served on")
     assert "gone" in done.stderr
 
 
-def test_another_version_is_refused() -> None:
-    done = run("""
-import sglang_fair.overlay as overlay
-overlay.SGLANG_VERSION = "9.9.9"
-overlay.install()
-print("served on")
-""")
-    assert done.returncode == 1
-    assert "needs sglang 9.9.9" in done.stderr
-    assert is_supported(f"{SGLANG_VERSION}+cu130.g1a2b3c4"), "a builder's mark behind it is no other version"
+UNTESTED = """
+from sglang_fair.overlay import install, releases, sources
+releases.TESTED = ("9.9.9",)
+{first}
+install()
+print("served on, asked for", os.environ[releases.UNSUPPORTED])
+"""
+
+
+def test_a_release_that_is_not_tested_is_refused_unless_it_is_asked_for_and_fits() -> None:
+    refused = run(UNTESTED.format(first=""))
+    assert refused.returncode == 1
+    assert "is not tested; 9.9.9 are. --unsupported-sglang" in refused.stderr
+    asked = {releases.UNSUPPORTED: "1"}
+    tried = run(UNTESTED.format(first=""), **asked)
+    assert tried.stdout == f"served on, asked for {releases.found()}\n", (
+        "the next process need not look again"
+    )
+    assert "is not tested: its functions have the names and parameters" in tried.stderr
+    misfit = "\\nserver_args.ServerArgs\\n  gone(self)\\n  add_cli_args(other)"
+    unfit = run(UNTESTED.format(first=f"sources.SIGNATURES += '{misfit}'"), **asked)
+    assert unfit.returncode == 1
+    assert "does not fit: server_args.ServerArgs has no gone(self), and 1 more" in unfit.stderr
+    assert releases.is_tested(f"{releases.NEWEST}+cu130.g1a2b3c4"), "a builder's mark is no other version"
 
 
 def test_without_the_overlay_sglang_refuses_our_policies() -> None:

@@ -25,6 +25,7 @@ from router.events import (
     Place,
     Query,
     Refuse,
+    Removed,
     Snapshot,
     Stored,
     WorkerDown,
@@ -96,6 +97,8 @@ class FakeReplica:
         self.kept: list[tuple[int, bytes]] = []
         self.asked: list[int] = []
         self.sequence = 0
+        self.topic = [b"kv"]
+        """In front of each number; SGLang before 0.5.22 has none in replays."""
         self.clock = 1.0
         self._thread = threading.Thread(target=self._serve_replay)
         self._thread.start()
@@ -111,7 +114,7 @@ class FakeReplica:
         if keep:
             self.kept.append((self.sequence, payload))
         if live:
-            self.send([b"kv", encode_sequence(self.sequence), payload])
+            self.send([*self.topic, encode_sequence(self.sequence), payload])
         self.sequence += 1
 
     def send(self, frames: list[bytes]) -> None:
@@ -138,8 +141,8 @@ class FakeReplica:
             first = int.from_bytes(start, "big")
             for sequence, payload in list(self.kept):
                 if sequence >= first:
-                    self._replay.send_multipart([peer, b"", b"kv", encode_sequence(sequence), payload])
-            self._replay.send_multipart([peer, b"", b"", encode_sequence(-1), b""])
+                    self._replay.send_multipart([peer, b"", *self.topic, encode_sequence(sequence), payload])
+            self._replay.send_multipart([peer, b"", *self.topic, encode_sequence(-1), b""])
             self.asked.append(first)
 
 
@@ -273,10 +276,11 @@ def test_kv_events_decide_where_a_prefix_is() -> None:
         assert (w.peer.kv("r1")["lost_batches"], w.peer.kv("r1")["restarts"]) == (0, 0)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_gap_is_healed_by_replay_or_passed_over(kept: bool) -> None:
+@pytest.mark.parametrize(("kept", "topic"), [(True, [b"kv"]), (True, []), (False, [b"kv"])])
+def test_a_gap_is_healed_by_replay_or_passed_over(kept: bool, topic: list[bytes]) -> None:
     with wire() as w:
         replica = w.new_replica()
+        replica.topic = topic
         w.peer.tell(up("r0", replica))
         replica.subscribed()
         wait_until(lambda: replica.asked == [0], "the replay of the beginning")
@@ -614,10 +618,37 @@ def test_token_ids_are_little_endian_words() -> None:
             pack_tokens(bad)
 
 
+def test_events_are_arrays_before_they_are_maps() -> None:
+    """As SGLang had them before 0.5.20, with what it had not yet behind what it had."""
+    tokens = list(range(8))
+    events = [
+        ["BlockStored", [1, 2], -9, tokens, PAGE, None],
+        ["BlockStored", [1, 2], -9, tokens, PAGE, None, "GPU", {"cache_salt": "s"}, "unheard"],
+        ["BlockStored", [1, 2], -9, tokens, PAGE, None, "CPU_PINNED"],
+        ["BlockRemoved", [2], "GPU"],
+        ["BlockRemoved", [2]],
+        ["AllBlocksCleared"],
+        ["BlockStored", [1, 2]],
+        ["BlockStored", [1, 2], -9, tokens, PAGE, None, "GPU", 7],
+        ["Unheard"],
+        [[]],
+        [],
+    ]
+    found = decode_kv_batch("r0", msgspec.msgpack.encode([1.0, events, 0]))
+    first = Stored("r0", (1, 2), -9, pack_tokens(tokens), PAGE)
+    salted = msgspec.structs.replace(first, namespace=namespace(None, "s"))
+    assert found.events == (first, salted, *[Removed("r0", (2,))] * 2, Cleared("r0"))
+    assert found.skipped == 5
+
+
 def test_a_batch_keeps_what_separates_prefixes() -> None:
     event = stored([1, 2], list(range(8)), parent=-9, cache_salt="s", lora_name="a")
     found = decode_kv_batch("r0", msgspec.msgpack.encode([1.0, [event], 0])).events
     assert found == (Stored("r0", (1, 2), -9, pack_tokens(range(8)), PAGE, namespace("a", "s")),)
+    coming = stored([1], list(range(4)), extra_keys=[["s"], None], session_id="x", unheard=[{}])
+    del coming["medium"]
+    (root,) = decode_kv_batch("r0", msgspec.msgpack.encode([1.0, [coming], 0, "more"])).events
+    assert root.namespace == namespace(None, "s")
     names = [namespace(), namespace("a"), namespace(None, "a"), namespace(None, None, "a")]
     assert names[0] == ""
     assert all(one != two for one, two in pairwise(names))

@@ -28,6 +28,7 @@ import psutil
 
 from sglang_fair.common.processes import child_environment, die_with_parent
 from sglang_fair.engines import fork_server, replica
+from sglang_fair.overlay import releases
 from tests.support.waiting import wait_until
 
 START_S = 240.0
@@ -149,6 +150,7 @@ def main(name: str) -> None:
     importlib.import_module("tests.support.odd_policy")
     os.environ.update(replica.environment(replica.parse(["--device", "cpu", "--model", "tiny"])))
     fork_server.import_sglang()
+    releases.adapt()
     for module in ("sglang_fair.overlay.hooks", "sglang_fair.engines.emulated.hooks"):
         importlib.import_module(module)
     registry = importlib.import_module("sglang.srt.models.registry").ModelRegistry

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from setuptools import find_packages
 
 from sglang_fair.common.version import VERSION
-from sglang_fair.overlay import SGLANG_VERSION
+from sglang_fair.overlay.releases import NEWEST
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -64,9 +64,9 @@ class TestLock:
         assert not [name for name in LOCK if name.startswith(("nvidia-", "cuda-"))]
 
     def test_one_version_of_sglang(self) -> None:
-        assert LOCK["sglang"] == SGLANG_VERSION
-        assert f"sglang=={SGLANG_VERSION}" in EXTRAS["cuda"]
-        assert f"FROM lmsysorg/sglang:v{SGLANG_VERSION} AS cuda" in (ROOT / "Dockerfile").read_text()
+        assert LOCK["sglang"] == NEWEST
+        assert f"sglang=={NEWEST}" in EXTRAS["cuda"]
+        assert f"FROM lmsysorg/sglang:v{NEWEST} AS cuda" in (ROOT / "Dockerfile").read_text()
 
 
 def test_every_folder_of_sources_is_a_package_and_installed() -> None:

@@ -21,6 +21,7 @@ from zlib import crc32
 from sglang_fair.core.job import Job
 from sglang_fair.engines import cpu
 from sglang_fair.models.catalog import find
+from sglang_fair.overlay import releases
 
 PAGE_TOKENS = 16
 POOL_TOKENS = 600_000
@@ -74,10 +75,12 @@ class Engine:
         os.environ["OMP_NUM_THREADS"] = "1"
         from sglang.srt.plugins import load_plugins
 
+        releases.adapt()
         from sglang_fair.overlay.hooks import HOOKS
 
-        self._targets = [pkgutil.resolve_name(hook.target.rpartition(".")[0]) for hook in HOOKS]
-        self._names = [hook.target.rpartition(".")[2] for hook in HOOKS]
+        hooks = [hook for hook in HOOKS if releases.has(hook.since)]
+        self._targets = [pkgutil.resolve_name(hook.target.rpartition(".")[0]) for hook in hooks]
+        self._names = [hook.target.rpartition(".")[2] for hook in hooks]
         self._stock = [vars(owner)[name] for owner, name in zip(self._targets, self._names, strict=True)]
         load_plugins()
         self._ours = [vars(owner)[name] for owner, name in zip(self._targets, self._names, strict=True)]
@@ -248,7 +251,6 @@ def _build_marks() -> Iterator[list[float]]:
 def _scheduler(admit_per_step: int, seed: int, policy: str, pool_tokens: int, more: Sequence[str]) -> Any:
     """Builds the scheduler as SGLang's `run_scheduler_process` does before its loop."""
     import torch
-    from sglang.srt.managers import scheduler as module
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
@@ -270,9 +272,7 @@ def _scheduler(admit_per_step: int, seed: int, policy: str, pool_tokens: int, mo
         "--log-level", "error",
         *more,
     ])  # fmt: skip
-    ranks = module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
-    module.publish(arguments, role="scheduler", ranks=ranks)
-    scheduler = module.Scheduler(arguments, PortArgs.init_new(arguments))
+    scheduler = releases.make_scheduler(arguments, PortArgs.init_new(arguments))
 
     def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
         tokens = torch.zeros(len(batch.reqs), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Where SGLang 0.5.23 and the emulated GPU meet: launching a step, waiting for its end, and giving its tokens."""
+"""Where SGLang and the emulated GPU meet: launching a step, waiting for its end, and giving its tokens."""
 
 import logging
 import os
@@ -58,11 +58,13 @@ class EmulatedGpu:
         )
         self.last = StepEnd(self.clock, end_s)
         tokens = [_next_token(req, length) for req, length in zip(batch.reqs, lengths, strict=True)]
-        return GenerationBatchResult(
+        result: Any = GenerationBatchResult(
             next_token_ids=torch.tensor(tokens, dtype=torch.int64),
             can_run_cuda_graph=True,
             copy_done=self.last,
         )
+        result.emulated = self.last
+        return result
 
     def report(self) -> dict[str, Any]:
         """What is emulated and how true its timing is, for /server_info and /fair."""
@@ -105,11 +107,9 @@ def forward_batch_generation(worker: Any, batch: Any, *args: Any, **kwargs: Any)
     return worker.emulated.run(batch)
 
 
-def copy_result_to_cpu(
-    original: Callable[..., None], scheduler: Any, result: GenerationBatchResult, batch: Any
-) -> None:
+def copy_to_cpu(original: Callable[..., None], result: Any, *args: Any, **kwargs: Any) -> None:
     """With overlap SGLang replaces our event by one of its own; this puts ours back."""
-    result.copy_done = scheduler.tp_worker.emulated.last
+    result.copy_done = result.emulated
 
 
 def get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +141,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 HOOKS: tuple[Hook, ...] = (
     Hook(_WORKER + "__init__", worker_started, HookType.AFTER),
     Hook(_WORKER + "forward_batch_generation", forward_batch_generation, HookType.REPLACE),
-    Hook(_SCHEDULER + "_copy_result_to_cpu", copy_result_to_cpu, HookType.AROUND),
+    Hook("sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu", copy_to_cpu, HookType.AROUND),
     Hook(_SCHEDULER + "get_internal_state", get_internal_state, HookType.AFTER),
     Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
          validate_one_request, HookType.AFTER),
