@@ -190,7 +190,7 @@ OTHERS_OPTIONS = {
     "--model-path",
     "--schedule-policy",
     "--max-running-requests",
-    "--target",
+    "--target", "--build-arg",
     "--init",
     "--is-embedding",
     "--dataset-name", "--num-prompts", "--header",

@@ -68,7 +68,7 @@ def test_tokens_come_in_time_where_the_feeder_keeps_the_pace():
     """Of the interactive requests, too; and what their time leaves is used."""
     alone, free = fed(None), fed(Feed(lines(5_000)))
     paced = fed(Feed(lines(5_000), token_s=0.018))
-    assert tpot_ms(free) > 2 * tpot_ms(alone)
+    assert tpot_ms(free) > 1.5 * tpot_ms(alone)
     assert tpot_ms(alone) < tpot_ms(paced) < 1.25 * 18
     assert answered(paced) > 0.2 * answered(free)
 
