@@ -1,4 +1,5 @@
-"""The endpoint picker on a whole cluster: through Envoy cached prefixes are found as through the gateway."""
+"""The endpoint picker on a whole cluster: through Envoy clients get the shares, and the cached prefixes, that they get
+through the gateway."""
 
 import contextlib
 import os
@@ -16,6 +17,7 @@ pytest.importorskip("grpclib", reason="no sglang-fair[picker]")
 from router.picker.__main__ import READY
 from sglang_fair.common.service_keys import bearer
 from sglang_fair.tenants import edit
+from tests.support.asking import LIMIT_S, Asking, shares
 from tests.support.envoy import envoy_program, envoy_started
 from tests.support.live import EMULATED, Cluster, command_line
 from tests.support.ports import free_port
@@ -24,13 +26,19 @@ from tests.whole.conftest import ENVIRONMENT, tenant
 
 pytestmark = pytest.mark.e2e
 
+WEIGHTS = {"four": 4.0, "one": 1.0}
 GROUPS, ROUNDS, PREFIX_TOKENS = 6, 3, 512
+CONNECTIONS = 40
+"""More than run at a time, so that some of each always wait."""
+TIMES_THE_BOUND = 4
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     envoy_program()
     found = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
+    for name, weight in WEIGHTS.items():
+        edit.add(found, name, tenant(name, weight=weight))
     edit.add(found, "reader", tenant("reader"))
     return found
 
@@ -95,3 +103,14 @@ def test_prefixes_are_found_as_through_the_gateway(cluster: Cluster, envoy: str)
     by_gateway, by_picker = cached(cluster.url, 1), cached(envoy, 2)
     assert by_picker == by_gateway
     assert all(tokens >= PREFIX_TOKENS for tokens in by_picker[GROUPS:])
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_shares_of_four_to_one(cluster: Cluster, envoy: str) -> None:
+    """Within the bound at each replica."""
+    with Asking(envoy, prompt_tokens=48, output_tokens=16) as asking:
+        for name in WEIGHTS:
+            asking.ask(name, CONNECTIONS)
+        got = shares(cluster, tuple(WEIGHTS), TIMES_THE_BOUND)
+    assert {status for _, status in asking.answered} == {200}
+    assert got["four"] / got["one"] == pytest.approx(4, rel=0.25), got
