@@ -1,6 +1,7 @@
 """`python -m router.picker`: the picker's process, from command line to clean exit."""
 
 import asyncio
+import logging
 import signal
 import sys
 from functools import partial
@@ -47,6 +48,7 @@ def serve(settings: table.Picker) -> int:
     if (missing := missing_extra("grpclib")) is not None:
         raise Mistake(missing)
     logs.configure(settings.log_level, settings.log_format)
+    logging.getLogger("grpclib").setLevel(logging.WARNING)  # it tells of each client that leaves
     if not settings.outlive_parent:
         die_with_parent()
     made = fitted(as_gateway(settings))

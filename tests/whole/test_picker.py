@@ -65,13 +65,11 @@ def envoy(cluster: Cluster, file: Path, tmp_path_factory: pytest.TempPathFactory
         "--tenants", str(file), *same, "--notice", "0",
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
-        picker = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT}
-        )
+        log = stack.enter_context((tmp_path_factory.mktemp("picker") / "log").open("w+"))
+        picker = subprocess.Popen(command, stderr=log, env={**os.environ, **ENVIRONMENT})
         stack.callback(picker.wait, DEADLINE_S)
         stack.callback(picker.terminate)
-        assert picker.stderr is not None
-        assert any(READY in line for line in iter(picker.stderr.readline, ""))
+        wait_until(lambda: READY in Path(log.name).read_text(), "the picker is ready")
         ports = [int(url.rpartition(":")[2]) for url in cluster.addresses["replicas"]]
         folder = tmp_path_factory.mktemp("envoy")
         url = stack.enter_context(envoy_started(ports, port, folder, tls=True))
