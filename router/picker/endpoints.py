@@ -74,8 +74,7 @@ class Endpoints:
                 for name, address in self._by_worker.items()
                 if name != first
                 and model in (None, fleet.workers[name].loaded)
-                and name not in fleet.draining
-                and fleet.is_well(name)
+                and fleet.takes_more(name)
                 and _is_in(address, subset)
             ]
             others.sort(key=lambda name: fleet.in_flight[name] / fleet.workers[name].capacity)

@@ -75,9 +75,8 @@ def of_release(version: str, root: Traversable, *, tries: bool) -> Iterator[Line
         yield Line("hooks", f"{count} functions and attributes are as they are known")
 
 
-def of_environment(device: str) -> Iterator[Line]:
-    root = sources.installed()
-    if root is None:
+def of_environment(device: str, *, has_sglang: bool) -> Iterator[Line]:
+    if not has_sglang:
         yield Line("SGLang", "not installed", INSTALL)
     too_old = sys.version_info < PYTHON
     yield Line(
@@ -167,7 +166,7 @@ def main(
     found = of_wheel(wheel) if wheel is not None else (releases.found(), root) if root is not None else None
     lines = [] if found is None else [*of_release(*found, tries=settings.unsupported_sglang)]
     if wheel is None:
-        lines += [*of_environment(settings.device), *of_cluster(settings)]
+        lines += [*of_environment(settings.device, has_sglang=root is not None), *of_cluster(settings)]
     console = Console(soft_wrap=True, highlight=False)
     for line in lines:
         mark = "[green]ok[/]   " if line.do is None else "[red]WRONG[/]"

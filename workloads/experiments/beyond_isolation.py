@@ -158,6 +158,8 @@ class Isolation(Simulated):
 def _limits(at: Mapping[str, Result]) -> Iterator[Part]:
     """What fewer running requests would give a light client, and cost."""
     alone, beside = (scene.name for scene in (Scene(light=1), Scene(CROWD, 1)))
+    stocks = [found for name in ("stock", MIXED) if (found := at.get(f"{name}.{beside}")) is not None]
+    better = max((found["tokens_per_s"] for found in stocks), default=0.0)
     lines = list[list[Entry]]()
     for most, name in ({MAX_RUNNING: "dlpm"} | {most: f"running-{most}" for most in RUNNING}).items():
         if (one := at.get(f"{name}.{beside}")) is not None:
@@ -166,8 +168,7 @@ def _limits(at: Mapping[str, Result]) -> Iterator[Part]:
                 slowest_program_s(one) / slowest_program_s(solo) / 2,
                 one["ttft_p99_s"] / solo["ttft_p99_s"],
             )
-            stock = max(at[f"{stock}.{beside}"]["tokens_per_s"] for stock in ("stock", MIXED))
-            lines.append([most, slowdown, ttft, one["tokens_per_s"] / stock])
+            lines.append([most, slowdown, ttft, one["tokens_per_s"] / better])
     if lines:
         yield Table(
             f"Fewer running requests at a replica (DLPM, {CROWD})",

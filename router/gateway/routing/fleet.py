@@ -261,6 +261,10 @@ class Fleet:
         up = self.workers[worker]
         return Place(arrive.id, worker, up.url, 0, call, model=up.loaded if len(up.models) > 1 else "")
 
+    def takes_more(self, worker: str) -> bool:
+        """Whether the worker is well, and not being drained."""
+        return worker not in self.draining and self.is_well(worker)
+
     def having(self, model: str) -> list[str]:
         """The workers that have `model` and can take a request for it."""
         models = {one for up in self.workers.values() for one in (*up.models, up.loaded) if one}
@@ -268,8 +272,7 @@ class Fleet:
         return [
             name
             for name, up in self.workers.items()
-            if name not in self.draining
-            and self.is_well(name)
+            if self.takes_more(name)
             and (up.loaded or not up.models)  # else it loads one
             and meant(up.loaded, models) == needed is not None
         ]
